@@ -1,0 +1,3 @@
+"""kvkernels: attention straight from compressed KV-cache records."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The CPU backend: Numba kernels over records, always native (semantics V4)."""
