@@ -1,0 +1,91 @@
+"""What a device is asked to run: plain arguments of each operation kind, the same for every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkernels.op import LayerSpec
+from kvkernels.pages import GroupWrite, SeqView
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBuffers:
+    """Device memory of one layer.
+
+    k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact, v_exact: fp16
+    [n_kv_head, blocks, 128, D], rotated; q_exact: fp16 [n_head, blocks, 128, D], rotated, or None when queries are
+    not staged. One KV head's records are contiguous, heads are never interleaved (codec.md 5b).
+    """
+
+    k_records: Any
+    v_records: Any
+    k_exact: Any
+    v_exact: Any
+    q_exact: Any | None
+    slots: int
+    blocks: int
+    layout: str = "line"
+
+
+@dataclass(slots=True)
+class Batch:
+    """The sequences of one launch; shared by all layers of a page class in one step.
+
+    ``prepared`` is for a backend to keep what it derives from the views (launch lists, uploaded tables), so that
+    host work happens once per step.
+    """
+
+    views: tuple[SeqView, ...]
+    n_rows: int
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendCall:
+    """Attention of one layer. q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D] float32, un-rotated.
+
+    ``masks[i]`` belongs to ``batch.views[i]``: None, or bool (True = visible) or additive float, broadcastable to
+    [n_head, n_q, n_kv]. ``out`` [n_rows, n_head, D] float32 and ``lse`` [n_rows, n_head] float32 (natural log,
+    -inf where nothing is visible) are written for the rows of the views only. k and v may be None: no current rows.
+    """
+
+    layer: LayerSpec
+    buffers: LayerBuffers
+    batch: Batch
+    q: Any
+    k: Any | None
+    v: Any | None
+    out: Any
+    lse: Any
+    masks: tuple[Any | None, ...]
+    sink_logits: Any | None
+    window_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCall:
+    """Stage new rows and seal the groups they complete; touches only pages no published state shows.
+
+    k, v: float32 [n_rows, n_kv_head, D]; q: float32 [n_rows, n_head, D] or None. Rows are rotated, rounded to fp16,
+    and only then quantised (codec.md section 2).
+    """
+
+    layer: LayerSpec
+    buffers: LayerBuffers
+    writes: tuple[GroupWrite, ...]
+    k: Any
+    v: Any
+    q: Any | None
+
+
+@dataclass(frozen=True, slots=True)
+class MaterializeCall:
+    """Decode record slots to float32 rows of the rotated domain: k_out, v_out [n_kv_head, len(slots) * 128, D]."""
+
+    layer: LayerSpec
+    buffers: LayerBuffers
+    slots: Any
+    k_out: Any
+    v_out: Any

@@ -1,0 +1,76 @@
+"""Entries ``cpu/commit`` (rotate, stage, seal) and ``cpu/materialize``."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkernels.calls import CommitCall, MaterializeCall
+from kvkernels.cpu.kernels.codec import rotate_rows_to_half, seal_head
+from kvkernels.cpu.pool import ThreadPool
+from kvkernels.cpu.prefill import materialize_head
+from kvkernels.cpu.scratch import Scratch
+from kvkernels.pages import GroupWrite
+from kvkernels.records.layout import GROUP, HeadLayout, Side
+
+Halves = NDArray[np.uint16]
+
+
+def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
+    """Write staged rows and records of every group in ``call.writes``; one group's tiles are transient at a time."""
+    layer, buffers = call.layer, call.buffers
+    sides = [
+        (call.k, buffers.k_exact, layer.n_kv_head, Side.K, layer.k_bits, buffers.k_records),
+        (call.v, buffers.v_exact, layer.n_kv_head, Side.V, layer.v_bits, buffers.v_records),
+    ]
+    if call.q is not None and buffers.q_exact is not None:
+        sides.append((call.q, buffers.q_exact, layer.n_head, Side.K, None, None))
+    for write in call.writes:
+        for rows, exact, n_head, side, bits, records in sides:
+            blocks = exact.reshape(n_head, -1, GROUP, layer.head_dim)
+            tiles = _stage(write, rows, blocks, scratch)
+            if write.slot >= 0 and records is not None:
+                assert bits is not None
+                nbytes = HeadLayout(side, bits, layer.head_dim).nbytes
+                target = records.reshape(n_head, -1, nbytes)[:, write.slot]
+                _seal(tiles, side, bits, target, pool)
+
+
+def _stage(write: GroupWrite, rows: NDArray[np.float32], blocks: Halves, scratch: Scratch) -> Halves:
+    """Rotate the new rows, round them to fp16, put them into their block; returns the tiles [heads, 128, D]."""
+    n_head, _, _, dim = blocks.shape
+    source = rows[write.source : write.source + write.rows].reshape(-1, dim)
+    half = scratch.get("rotated_rows", source.shape, np.uint16)
+    rotate_rows_to_half(source, half)
+    if write.block >= 0:
+        tiles = blocks[:, write.block]
+    else:
+        tiles = scratch.get("tiles", (n_head, GROUP, dim), np.uint16)
+    if write.row and write.base != write.block:
+        tiles[:, : write.row] = blocks[:, write.base, : write.row]
+    new = half.reshape(write.rows, n_head, dim).transpose(1, 0, 2)
+    tiles[:, write.row : write.row + write.rows] = new
+    return tiles
+
+
+def _seal(
+    tiles: Halves, side: Side, bits: int, target: NDArray[np.uint8], pool: ThreadPool
+) -> None:
+    failed: list[int] = []
+
+    def work(start: int, stop: int) -> None:
+        for h in range(start, stop):
+            if seal_head(tiles[h], side is Side.V, bits, target[h]):
+                failed.append(h)
+
+    pool.ranges(work, len(tiles))
+    # Finite fp16 rows always have finite axes (codec.md section 8); rows are checked before they get here.
+    assert not failed, f"axes of KV heads {failed} left the fp16 range"
+
+
+def materialize(call: MaterializeCall) -> None:
+    """Decode record slots of every KV head to rotated float32 rows."""
+    for head in range(call.layer.n_kv_head):
+        materialize_head(
+            call.layer, call.buffers, call.slots, head, call.k_out[head], call.v_out[head]
+        )

@@ -1,0 +1,50 @@
+"""How this package compiles: one decorator for kernels, one for the pointer-called micro-kernels.
+
+Numba stamps a cached binary with the hash of the *one* file that defines the function, so editing (or
+upgrading) ``simd.py`` would leave stale machine code of its callers in the cache. Here every cached
+function is stamped with a hash over all kernel sources instead.
+"""
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from numba import cfunc, njit
+
+
+@cache
+def source_stamp():
+    """SHA-256 over every kernel source file: the identity of the compiled code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _restamp(compiled):
+    cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    # Not public in Numba: without the attribute the stamp stays per file, which only a developer notices.
+    if hasattr(cache_file, "_source_stamp"):
+        cache_file._source_stamp = source_stamp()
+    return compiled
+
+
+def kernel(function):
+    """Compile for speed: nogil, no bounds checks, a*b+c may contract to fma; nothing may reassociate."""
+    return _restamp(
+        njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(function)
+    )
+
+
+def exact_kernel(function):
+    """Like :func:`kernel`, but every IEEE operation is done as written: for whatever decides bytes."""
+    return _restamp(njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def callback(signature):
+    """A C-callable function of raw pointers, called through its address (see ``dot.call_dot``)."""
+
+    def wrap(function):
+        return _restamp(cfunc(signature, cache=True, nopython=True)(function))
+
+    return wrap
