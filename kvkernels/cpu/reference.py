@@ -1,5 +1,6 @@
-"""The living definition of the codec and of attention, in readable NumPy (codec.md, semantics.md B).
+"""The living definition of the codec and of attention, in readable NumPy.
 
+Codec: codec.md; attention: semantics.md B, in ``reference_attend`` and re-exported here.
 Every kernel is tested against this module: the encoder byte for byte, the decoder bit for bit,
 attention within a tolerance. Nothing here is fast and nothing here is called on a hot path.
 
@@ -15,12 +16,26 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from kvkernels.cpu.reference_attend import alibi_slopes, attend, visible
 from kvkernels.errors import InputError
 from kvkernels.records.layout import GROUP, HEAD_DIMS, LINE, HeadLayout, Side
 from kvkernels.records.packing import join, split
 
+__all__ = [
+    "alibi_slopes",
+    "attend",
+    "decode",
+    "decode_tile",
+    "encode",
+    "encode_tile",
+    "normalise",
+    "quantise",
+    "rotate",
+    "stage_rows",
+    "visible",
+]
+
 F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 Halves = NDArray[np.float16]
 Bytes = NDArray[np.uint8]
 Pick = Literal["best", "last"]
@@ -50,14 +65,13 @@ def rotate(x: NDArray[Any], dtype: DTypeLike = np.float32) -> NDArray[Any]:
     d = x.shape[-1]
     if d not in HEAD_DIMS:
         raise InputError("head_dim", found=d, needed=f"one of {HEAD_DIMS}")
-    kind = np.dtype(dtype).type
     width = min(d, 128)
     n = d // width
-    y = x.astype(dtype).reshape(*x.shape[:-1], n, width)
-    y = _butterflies(y, width) * kind(1 / math.sqrt(width))
+    y: NDArray[Any] = x.astype(dtype).reshape(*x.shape[:-1], n, width)
+    y = _butterflies(y, width) * y.dtype.type(1 / math.sqrt(width))
     if n > 1:
         across = np.ascontiguousarray(np.swapaxes(y, -1, -2))
-        y = np.swapaxes(_butterflies(across, n) * kind(1 / math.sqrt(n)), -1, -2)
+        y = np.swapaxes(_butterflies(across, n) * y.dtype.type(1 / math.sqrt(n)), -1, -2)
     return y.reshape(x.shape)
 
 
@@ -72,7 +86,8 @@ def _column_std(a: F32) -> F32:
     s1 = np.add.reduce(d, axis=0)
     s2 = np.add.reduce(d * d, axis=0)
     var = (s2 - s1 * s1 / n) / (n - 1)
-    return np.sqrt(np.maximum(var, 0.0)).astype(np.float32)
+    std: F32 = np.sqrt(np.maximum(var, 0.0)).astype(np.float32)
+    return std
 
 
 def _row_std(a: F32) -> F32:
@@ -110,8 +125,7 @@ def normalise(tile: F32, iterations: int = ITERATIONS, pick: Pick = "best") -> t
     best = _imbalance(col_std, _row_std(tile))
     for _ in range(iterations):
         lc, ec = _log_step(lc, col_std)  # columns first
-        lr, er_next = _log_step(lr, _row_std(tile / (ec * er[:, None])))  # always from the tile
-        er = er_next
+        lr, er = _log_step(lr, _row_std(tile / (ec * er[:, None])))  # always from the tile
         a = tile / (ec * er[:, None])
         col_std = _column_std(a)
         imb = _imbalance(col_std, _row_std(a))
@@ -141,9 +155,9 @@ def quantise(
 def _half_axes(scale: F32, zero: F32, other: F32) -> tuple[Halves, Halves, Halves]:
     """Round the axes to fp16 without ever storing an infinity (codec.md 8).
 
-    A zero is at most 65504 / 0.7408 = 88 422 in size (a column scale is at least e^-0.3) and
-    a scale at most two thirds of twice that, so one halving always brings both into range; ``other``
-    is at most e^10 = 22 026, so doubling it stays in range too. The value is unchanged: powers of two.
+    A column scale is at least e^-0.3, so a zero is at most 65504 / 0.7408 = 88 422 in size and a
+    scale at most 2 * 88 422 / 3 = 58 948: one halving always brings both into range. ``other`` is
+    at most e^10 = 22 026, so doubling it stays in range too. Values are unchanged: powers of two.
     """
     with np.errstate(over="ignore"):
         if not np.isfinite(np.concatenate((scale, zero)).astype(np.float16)).all():
@@ -181,14 +195,14 @@ def encode_tile(
 
 
 def decode_tile(codes: Bytes, scale: Halves, zero: Halves, other: Halves) -> F32:
-    """(code * scale[r] + zero[r]) * other[c] in fp32, each operation rounded on its own -> [R, C]."""
+    """(code * scale[r] + zero[r]) * other[c] in fp32 [R, C], each operation rounded on its own."""
     f = np.float32
     value: F32 = codes.astype(f) * scale.astype(f)[:, None] + zero.astype(f)[:, None]
     return value * other.astype(f)
 
 
 def stage_rows(x: NDArray[Any], *, rotated: bool = False) -> Halves:
-    """Rows ``[..., D]`` -> the fp16 rotated stage rows, all that a quantiser ever sees (codec.md 2)."""
+    """Rows ``[..., D]`` -> fp16 rotated stage rows, all that a quantiser sees (codec.md 2)."""
     y = x if rotated else rotate(x, np.float32)
     with np.errstate(over="ignore"):  # an infinity is refused by the encoder, with its position
         return y.astype(np.float16)
@@ -218,6 +232,7 @@ def decode(record: Bytes, side: Side, bits: int, head_dim: int, layout_id: str =
     if record.shape != (head.nbytes,):
         raise InputError("record", found=record.shape, needed=f"({head.nbytes},)")
     tiles = [
-        decode_tile(*split(part, head.record, layout_id)) for part in np.split(record, head.n_slices)
+        decode_tile(*split(part, head.record, layout_id))
+        for part in np.split(record, head.n_slices)
     ]
     return np.concatenate([t.T if side == Side.K else t for t in tiles], axis=1)

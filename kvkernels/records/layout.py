@@ -2,8 +2,8 @@
 
 One *record* is one side (K or V) of one *group* (128 consecutive tokens) of one *slice* (128
 channels; 64 when head_dim is 64) of one KV head. Its bytes are the codes, then three fp16 axes:
-``scale`` and ``zero`` (one per quantiser row) and ``other`` (one per quantiser column). The axes sit
-at the same offsets in both layouts; only the order of the code bytes differs.
+``scale`` and ``zero`` (one per quantiser row) and ``other`` (one per quantiser column). The axes
+sit at the same offsets in both layouts; only the order of the code bytes differs.
 
 Every size and offset is in bytes unless a name says otherwise.
 """

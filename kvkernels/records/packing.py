@@ -69,7 +69,7 @@ def _pack_planes(quads: Bytes, width: int) -> Bytes:
     planes = 8 // width
     split = quads.reshape(*quads.shape[:-3], planes, width, LINE_OUTS, 4)
     shifts = (np.arange(planes, dtype=np.uint8) * np.uint8(width))[:, None, None, None]
-    merged = np.bitwise_or.reduce(split << shifts, axis=-4)
+    merged: Bytes = np.bitwise_or.reduce(split << shifts, axis=-4)
     return merged.reshape(*quads.shape[:-3], width * LINE_OUTS * 4)
 
 
@@ -148,7 +148,7 @@ def line_to_stream(records: Bytes, layout: RecordLayout) -> Bytes:
 def join(
     codes: Bytes, scale: Halves, zero: Halves, other: Halves, layout: RecordLayout, layout_id: str
 ) -> Bytes:
-    """Codes ``[..., R, C]`` uint8 and fp16 axes ``[..., R]``, ``[..., R]``, ``[..., C]`` -> records.
+    """Codes uint8 ``[..., R, C]``, fp16 axes ``[..., R]``, ``[..., R]``, ``[..., C]`` -> records.
 
     Returns uint8 ``[..., nbytes]`` in the layout that ``layout_id`` names.
     """
@@ -163,7 +163,11 @@ def join(
         flat = codes.reshape(*lead, layout.rows * layout.cols)
         out[..., : layout.code_bytes] = pack_stream(flat, layout.bits)
     at = layout.scale_offset
-    axes = (("scale", scale, layout.rows), ("zero", zero, layout.rows), ("other", other, layout.cols))
+    axes = (
+        ("scale", scale, layout.rows),
+        ("zero", zero, layout.rows),
+        ("other", other, layout.cols),
+    )
     for name, axis, n in axes:
         if axis.dtype != np.float16 or axis.shape != (*lead, n):
             needed = f"float16 {(*lead, n)}"
