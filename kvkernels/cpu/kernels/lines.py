@@ -1,0 +1,130 @@
+"""Numba kernels for the code bytes of the line layout and for decoding it (codec.md 5, 5b).
+
+A block is 32 reductions x 16 outputs: lines of sixteen 32-bit words, one word per output, one byte
+per reduction, and inside the byte one field per plane. A decoded value is ``(code * scale + zero)
+* other`` with each operation rounded on its own, bit for bit ``reference.decode_tile``.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kvkernels.cpu.kernels.half import half_to_float
+
+_JIT: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
+_GROUP = 128
+
+
+@njit(**_JIT)
+def _planes(bits):
+    """(main, extra) widths of a line block; extra is 0 for one plane set (codec.md 5b)."""
+    if bits == 3:
+        return 2, 1
+    if bits == 5:
+        return 4, 1
+    if bits == 6:
+        return 4, 2
+    return bits, 0
+
+
+@njit(**_JIT)
+def _pack_plane(codes, words, red, out, width, mask, shift):
+    """Line words uint32 of one block: ``width``-bit fields of 32 reductions x 16 outputs."""
+    for i in range(16 * width):
+        words[i] = np.uint32(0)
+    for quad in range(8):
+        line = words[16 * (quad % width) : 16 * (quad % width) + 16]
+        at = np.uint32((quad // width) * width)
+        for i in range(4):
+            c = codes[red + 4 * quad + i, out : out + 16]
+            left = np.uint32(8 * i) + at
+            for o in range(16):
+                line[o] |= ((np.uint32(c[o]) >> shift) & mask) << left
+
+
+@njit(**_JIT)
+def pack_lines(codes, bits, words):
+    """codes uint8 [RED, OUT] -> line words uint32 [RED * OUT * bits / 32]."""
+    n_red, n_out = codes.shape
+    main, extra = _planes(bits)
+    mask, extra_mask = np.uint32((1 << main) - 1), np.uint32((1 << extra) - 1)
+    at = 0
+    for out in range(0, n_out, 16):
+        for red in range(0, n_red, 32):
+            block = words[at : at + 16 * main]
+            _pack_plane(codes, block, red, out, main, mask, np.uint32(0))
+            at += 16 * main
+            if extra:
+                block = words[at : at + 16 * extra]
+                _pack_plane(codes, block, red, out, extra, extra_mask, np.uint32(main))
+                at += 16 * extra
+
+
+@njit(**_JIT)
+def _unpack_block(words, main, extra, axes, red, out, rows, values):
+    """Decode one line block into fp32 ``values [32, 16]`` ([reduction, output])."""
+    mask, extra_mask = np.uint32((1 << main) - 1), np.uint32((1 << extra) - 1)
+    high = words[16 * main :]
+    left = np.uint32(main)
+    other = np.empty(16, np.float32)
+    for o in range(16):
+        other[o] = half_to_float(axes[2 * rows + out + o])
+    for quad in range(8):
+        line = words[16 * (quad % main) : 16 * (quad % main) + 16]
+        at = np.uint32((quad // main) * main)
+        for i in range(4):
+            right = at + np.uint32(8 * i)
+            r = 4 * quad + i
+            scale = half_to_float(axes[red + r])
+            zero = half_to_float(axes[rows + red + r])
+            value = values[r]
+            if extra:
+                top = high[16 * (quad % extra) : 16 * (quad % extra) + 16]
+                down = np.uint32((quad // extra) * extra + 8 * i)
+                for o in range(16):
+                    code = (line[o] >> right) & mask
+                    code |= ((top[o] >> down) & extra_mask) << left
+                    value[o] = (np.float32(np.int32(code)) * scale + zero) * other[o]
+            else:
+                for o in range(16):
+                    code = (line[o] >> right) & mask
+                    value[o] = (np.float32(np.int32(code)) * scale + zero) * other[o]
+
+
+@njit(**_JIT)
+def decode_head(record, is_value, bits, d, out):
+    """Line records uint8 ``record [nbytes]`` -> fp32 ``out [128, d]``, rotated domain."""
+    width = min(d, 128)
+    rows, cols = (_GROUP, width) if is_value else (width, _GROUP)
+    code_bytes = rows * cols * bits // 8
+    nbytes = code_bytes + 4 * rows + 2 * cols
+    main, extra = _planes(bits)
+    block = 16 * bits
+    values = np.empty((32, 16), np.float32)
+    for s in range(d // width):
+        words = record[s * nbytes : s * nbytes + code_bytes].view(np.uint32)
+        axes = record[s * nbytes + code_bytes : (s + 1) * nbytes].view(np.uint16)
+        at = 0
+        for o in range(0, cols, 16):
+            for r in range(0, rows, 32):
+                _unpack_block(words[at : at + block], main, extra, axes, r, o, rows, values)
+                at += block
+                if is_value:
+                    for i in range(32):
+                        dest = out[r + i, s * width + o : s * width + o + 16]
+                        source = values[i]
+                        for j in range(16):
+                            dest[j] = source[j]
+                else:
+                    for j in range(16):
+                        dest = out[o + j, s * width + r : s * width + r + 32]
+                        for i in range(32):
+                            dest[i] = values[i, j]
+
+
+@njit(**_JIT)
+def decode_groups(records, is_value, bits, d, out):
+    """Line records uint8 ``records [n, nbytes]`` -> fp32 ``out [n, 128, d]``, rotated domain."""
+    for i in range(records.shape[0]):
+        decode_head(records[i], is_value, bits, d, out[i])
