@@ -103,7 +103,7 @@ def _load(candidate: _Candidate) -> Backend | BackendStatus:
             return BackendStatus(name, "unavailable", _error(error), hint)
         return _broken(candidate, f"its import failed: {_error(error)}")
     except _ANY as error:
-        return _broken(candidate, f"its import failed: {_error(error)}")
+        return _broken(candidate, f"loading it failed: {_error(error)}")
     try:
         return _check(candidate, backend)
     except _ANY as error:
@@ -118,8 +118,8 @@ def _check(candidate: _Candidate, backend: Any) -> Backend | BackendStatus:
         text = f"written for API version {version!r}, this library has {API_VERSION}"
         hint = f"Install versions of kvkernels and {candidate.source} that go together"
         return BackendStatus(name, "api_mismatch", text, hint)
-    missing = [a for a in ("name", "table", "probe", "open") if not hasattr(backend, a)]
-    missing += [a for a in ("probe", "open") if not callable(getattr(backend, a, print))]
+    missing = [a for a in ("name", "table") if not hasattr(backend, a)]
+    missing += [a for a in ("probe", "open") if not callable(getattr(backend, a, None))]
     if missing:
         return _broken(candidate, f"it has no usable {', '.join(missing)}")
     if backend.name != name:
