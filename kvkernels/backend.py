@@ -1,0 +1,88 @@
+"""What a backend provides. Structural types: a third party inherits nothing from here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from kvkernels.capabilities import Capability, DeviceCaps
+from kvkernels.op import AttentionOp
+
+API_VERSION = 1
+"""Raised when a protocol below changes so that an old backend cannot work."""
+
+STATES = ("ok", "unavailable", "broken", "conflict", "api_mismatch")
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStatus:
+    """Whether a backend can be used. ``detail`` says why not, ``hint`` what to do about it."""
+
+    name: str
+    state: str = "ok"
+    detail: str = ""
+    hint: str = ""
+    devices: tuple[DeviceCaps, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True when the backend was probed and has at least one device."""
+        return self.state == "ok"
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.state}"
+        text += f": {self.detail}" if self.detail else ""
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "detail": self.detail,
+            "hint": self.hint,
+            "devices": [caps.to_json() for caps in self.devices],
+        }
+
+
+@runtime_checkable
+class Device(Protocol):
+    """One opened device. The backend's arrays go in and come out through ``run``."""
+
+    @property
+    def caps(self) -> DeviceCaps:
+        """What this device has, with what is really enabled on it."""
+
+    @property
+    def table(self) -> tuple[Capability, ...]:
+        """The rows that decisions about this device are made from."""
+
+    def run(self, entry: str, op: AttentionOp, args: Mapping[str, Any]) -> Any:
+        """Run ``entry`` for ``op``. ``args`` are arrays by name; each entry documents its own."""
+
+    def synchronize(self) -> None:
+        """Wait for everything that was enqueued; a failed launch surfaces here at the latest."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute. ``table`` and the module itself must load with no driver installed."""
+
+    @property
+    def name(self) -> str:
+        """The registered name; device ids are ``<name>:<index>``, entries ``<name>/<variant>``."""
+
+    @property
+    def api_version(self) -> int:
+        """The ``API_VERSION`` this backend was written for."""
+
+    @property
+    def table(self) -> tuple[Capability, ...]:
+        """Every row this backend has, on any device."""
+
+    def probe(self) -> BackendStatus | Sequence[DeviceCaps]:
+        """The devices found, or a status that says why there are none. Must not raise."""
+
+    def open(self, device_id: str) -> Device:
+        """Open a device that ``probe`` listed."""

@@ -1,0 +1,341 @@
+"""What is asked for: a layer (``LayerSpec``) and one final built operation (``AttentionOp``).
+
+Plain frozen values, no device object and no array, so that a decision about them needs no hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, cast
+
+from kvkernels.errors import InputError, RequestError, did_you_mean
+
+GROUP = 128  # tokens sealed together; also the unit of ``sink_tokens``
+KVARN_BITS: Mapping[str, int] = MappingProxyType({f"kvarn{b}": b for b in (2, 3, 4, 5, 6, 8)})
+# Known by name, so that a refusal says "this row does not take it" and not "unknown type".
+STANDARD_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+CACHE_TYPES = (*KVARN_BITS, *STANDARD_TYPES)
+ATTENTION_KINDS = ("dense", "mla")
+ENCODERS = ("published", "aware")
+BIAS_KINDS = ("none", "bool", "additive")
+OP_SCHEMA = "kvk.op/1"
+
+
+class OpKind(StrEnum):
+    """The three things a kernel can be asked to do with a cache."""
+
+    ATTEND = "attend"
+    COMMIT = "commit"
+    MATERIALIZE = "materialize"
+
+
+def _whole(field: str, value: object, least: int = 1) -> int:
+    """``value`` as a Python int of at least ``least``; NumPy integers are accepted, bool is not."""
+    needed = f"a whole number >= {least}"
+    if isinstance(value, bool):
+        raise InputError(field, found=value, needed=needed)
+    try:
+        number = operator.index(cast(Any, value))
+    except TypeError:
+        raise InputError(field, found=repr(value), needed=needed) from None
+    if number < least:
+        raise InputError(field, found=number, needed=needed)
+    return number
+
+
+def _finite(field: str, value: object, least: float = -math.inf) -> float:
+    needed = "a finite number" if least == -math.inf else f"a finite number >= {least:g}"
+    try:
+        number = float(cast(Any, value))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(field, found=repr(value), needed=needed) from None
+    if not math.isfinite(number) or number < least:
+        raise InputError(field, found=value, needed=needed)
+    return number
+
+
+def _name(field: str, value: object, valid: Iterable[str]) -> str:
+    names = tuple(valid)
+    if not isinstance(value, str) or value not in names:
+        hint = did_you_mean(value, names) if isinstance(value, str) else ""
+        raise RequestError(field, found=repr(value), needed=f"one of {', '.join(names)}", hint=hint)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One attention layer as the model defines it, and how its K and V are stored.
+
+    ``window`` is in tokens and counts the query itself; ``sink_tokens`` is in tokens. ``None`` for
+    ``head_dim_v``, ``sink_tokens`` or ``scale`` stands for a default and reads back as the number.
+    A shape no kernel takes (head_dim 80) can be built: the capability tables refuse it, with the
+    list of what they take. Raises InputError on a wrong number, RequestError on a wrong name.
+    """
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    # Typed as what they hold after __post_init__, so that no reader has to test for None.
+    head_dim_v: int = None  # type: ignore[assignment]
+    k: str = "kvarn4"
+    v: str = "kvarn4"
+    window: int | None = None
+    sink_tokens: int = None  # type: ignore[assignment]
+    scale: float = None  # type: ignore[assignment]
+    softcap: float = 0.0
+    alibi: float = 0.0
+    sink_logits: bool = False
+    attention: str = "dense"
+    encoder: str = "published"
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("n_head", "n_kv_head", "head_dim"):
+            put(name, _whole(name, getattr(self, name)))
+        if self.n_head % self.n_kv_head:  # rule A4
+            raise InputError(
+                "n_head",
+                found=f"n_head={self.n_head} with n_kv_head={self.n_kv_head}",
+                needed="n_head a whole multiple of n_kv_head",
+            )
+        dim_v: object = self.head_dim_v
+        put("head_dim_v", self.head_dim if dim_v is None else _whole("head_dim_v", dim_v))
+        for name, valid in (
+            ("k", CACHE_TYPES),
+            ("v", CACHE_TYPES),
+            ("attention", ATTENTION_KINDS),
+            ("encoder", ENCODERS),
+        ):
+            _name(name, getattr(self, name), valid)
+        if (self.k in KVARN_BITS) != (self.v in KVARN_BITS):  # rule A1
+            raise RequestError(
+                "k, v",
+                found=f"k={self.k!r} with v={self.v!r}",
+                needed="both sides KVarN or both sides standard",
+            )
+        if self.window is not None:
+            put("window", _whole("window", self.window))
+        self._resolve_sink(put)
+        scale: object = self.scale
+        put("scale", self.head_dim**-0.5 if scale is None else _finite("scale", scale))
+        put("softcap", _finite("softcap", self.softcap, 0.0))
+        put("alibi", _finite("alibi", self.alibi, 0.0))
+        if not isinstance(self.sink_logits, bool):
+            raise InputError("sink_logits", found=repr(self.sink_logits), needed="True or False")
+
+    def _resolve_sink(self, put: Any) -> None:
+        raw: object = self.sink_tokens
+        if raw is None:
+            put("sink_tokens", GROUP if self.window is None else 0)
+            return
+        tokens = _whole("sink_tokens", raw, least=0)
+        if self.window is not None and tokens:  # rule C2: windowed layers have no sink
+            raise InputError(
+                "sink_tokens", found=f"{tokens} with window={self.window}", needed="0 with a window"
+            )
+        if tokens % GROUP:
+            raise InputError("sink_tokens", found=tokens, needed=f"a multiple of {GROUP} (or 0)")
+        put("sink_tokens", tokens)
+
+    @property
+    def gqa(self) -> int:
+        """Query heads per KV head."""
+        return self.n_head // self.n_kv_head
+
+    @property
+    def k_bits(self) -> int | None:
+        """Code width of a KVarN K side in bits; None for a standard type."""
+        return KVARN_BITS.get(self.k)
+
+    @property
+    def v_bits(self) -> int | None:
+        """Code width of a KVarN V side in bits; None for a standard type."""
+        return KVARN_BITS.get(self.v)
+
+    @property
+    def is_kvarn(self) -> bool:
+        """True when both sides are KVarN records (rule A1: never just one)."""
+        return self.k in KVARN_BITS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOp:
+    """The final built operation. If a kernel can see it, it is a field.
+
+    ``n_q`` is the largest query count over the sequences, ``n_kv`` the largest row count;
+    ``body``, ``stage`` and ``current`` say which row sources are present, ``sink_rows`` how many
+    exact sink rows. ``bias_stride`` is in elements; ``alignment``, ``max_offset`` (the largest byte
+    offset any kernel argument reaches) and ``scratch_bytes`` are in bytes. Built once per step and
+    layer, so construction checks only what would make a field meaningless; tables check the rest.
+    """
+
+    kind: OpKind = OpKind.ATTEND
+    device: str
+    n_q: int
+    n_kv: int
+    n_seq: int = 1
+    n_head: int
+    n_kv_head: int
+    head_dim_k: int
+    head_dim_v: int
+    k_type: str
+    v_type: str
+    layout: str = "line"
+    attention: str = "dense"
+    causal: bool = True
+    window: int | None = None
+    body: bool
+    stage: bool
+    current: bool
+    sink_rows: int = 0
+    q_dtype: str = "f32"
+    kv_dtype: str = "f32"
+    softcap: float = 0.0
+    alibi: float = 0.0
+    sink_logits: bool = False
+    bias: str = "none"
+    bias_stride: int = 0
+    encoder: str = "published"
+    alignment: int = 64
+    max_offset: int = 0
+    scratch_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            raise InputError(
+                "n_head",
+                found=f"n_head={self.n_head} with n_kv_head={self.n_kv_head}",
+                needed="n_head a whole multiple of n_kv_head >= 1",
+            )
+
+    @property
+    def gqa(self) -> int:
+        """Query heads per KV head."""
+        return self.n_head // self.n_kv_head
+
+    @property
+    def k_bits(self) -> int | None:
+        """Code width of a KVarN K side in bits; None for a standard type."""
+        return KVARN_BITS.get(self.k_type)
+
+    @property
+    def v_bits(self) -> int | None:
+        """Code width of a KVarN V side in bits; None for a standard type."""
+        return KVARN_BITS.get(self.v_type)
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec, device: str, **facts: Any) -> AttentionOp:
+        """The operation of ``spec`` on ``device``; ``facts`` are the per-step fields.
+
+        ``n_q``, ``n_kv``, ``body``, ``stage`` and ``current`` have no default and must be given.
+        """
+        from_spec: dict[str, Any] = {
+            "n_head": spec.n_head,
+            "n_kv_head": spec.n_kv_head,
+            "head_dim_k": spec.head_dim,
+            "head_dim_v": spec.head_dim_v,
+            "k_type": spec.k,
+            "v_type": spec.v,
+            "attention": spec.attention,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "alibi": spec.alibi,
+            "sink_logits": spec.sink_logits,
+            "encoder": spec.encoder,
+        }
+        return cls(device=device, **(from_spec | facts))
+
+    def __str__(self) -> str:
+        rows = [n for n in ("body", "stage", "current") if getattr(self, n)]
+        rows += [f"sink{self.sink_rows}"] if self.sink_rows else []
+        extra = [f"{f.name}={getattr(self, f.name)}" for f in _EXTRA if _differs(self, f)]
+        window = "full" if self.window is None else f"window{self.window}"
+        return " ".join(
+            [
+                f"{self.kind} {self.device} q{self.n_q} kv{self.n_kv} s{self.n_seq}",
+                f"h{self.n_head}/{self.n_kv_head} d{self.head_dim_k}/{self.head_dim_v}",
+                f"{self.k_type}/{self.v_type} {self.q_dtype}/{self.kv_dtype} {window}",
+                f"rows={'+'.join(rows) or 'none'}",
+                *extra,
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict with every field and the schema id."""
+        return {"schema": OP_SCHEMA} | {
+            f.name: str(v) if isinstance(v := getattr(self, f.name), OpKind) else v
+            for f in fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | str) -> AttentionOp:
+        """The inverse of ``to_json``. Raises InputError for a wrong shape, key, type or schema."""
+        return _op_from_json(data)
+
+
+# Shown by __str__ only when they differ from the default: the line stays short, nothing is hidden.
+_SHOWN = "kind device n_q n_kv n_seq n_head n_kv_head head_dim_k head_dim_v k_type v_type q_dtype "
+_SHOWN += "kv_dtype window body stage current sink_rows"
+_EXTRA = tuple(f for f in fields(AttentionOp) if f.name not in _SHOWN.split())
+_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {"int": (int,), "bool": (bool,), "str": (str,), "float": (int, float), "OpKind": (str,)}
+    | {"int | None": (int, type(None))}
+)
+
+
+def json_object(data: object, what: str, schema: str) -> dict[str, Any]:
+    """``data`` (a mapping or JSON text) as a dict without its ``schema`` key, which must match."""
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except ValueError as error:
+            raise InputError(
+                what, found=f"text that is not JSON ({error})", needed="JSON"
+            ) from None
+    if not isinstance(data, Mapping):
+        raise InputError(what, found=type(data).__name__, needed="a JSON object")
+    if data.get("schema") != schema:
+        found = data.get("schema")
+        raise InputError(f"{what}.schema", found=repr(found), needed=repr(schema))
+    return {str(key): value for key, value in data.items() if key != "schema"}
+
+
+def check_keys(data: Mapping[str, Any], what: str, needed: set[str], known: set[str]) -> None:
+    """InputError listing every missing or every unknown key of ``data``."""
+    if missing := sorted(needed - data.keys()):
+        raise InputError(
+            what, found=f"no {', '.join(missing)}", needed=f"the keys {sorted(needed)}"
+        )
+    if unknown := sorted(data.keys() - known):
+        hint = did_you_mean(unknown[0], known)
+        raise InputError(
+            what, found=f"unknown keys {', '.join(unknown)}", needed="only known keys", hint=hint
+        )
+
+
+def _differs(op: AttentionOp, field: Any) -> bool:
+    return bool(getattr(op, field.name) != field.default)
+
+
+def _op_from_json(data: Mapping[str, Any] | str) -> AttentionOp:
+    values = json_object(data, "op", OP_SCHEMA)
+    known = {f.name: f for f in fields(AttentionOp)}
+    check_keys(values, "op", {n for n, f in known.items() if f.default is MISSING}, set(known))
+    for name, value in values.items():
+        kinds = _TYPES[str(known[name].type)]
+        # bool is an int for isinstance, but a flag where a count belongs is a broken file.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise InputError(f"op.{name}", found=repr(value), needed=str(known[name].type))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"op.{name}", found=value, needed="a finite number")
+    if "kind" in values:
+        values["kind"] = OpKind(_name("op.kind", values["kind"], tuple(OpKind)))
+    return AttentionOp(**values)

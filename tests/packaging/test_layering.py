@@ -1,0 +1,124 @@
+"""Import layers (architecture, section 2): a module may use its own layer and those below.
+
+A new top-level module or package must be given a layer here before it may exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "kvkernels"
+LAYERS = (
+    "op capabilities errors settings",
+    "dispatch records quants tail request",
+    "backend registry",
+    "plan cache pages state memory split engine drafts metrics",
+    "cpu simt cuda hip opencl vulkan",
+    "testing bench cli integrations prompts",
+)
+LAYER = {name: level for level, line in enumerate(LAYERS) for name in line.split()}
+STDLIB_ONLY_BELOW = 2  # the first two layers
+NUMPY_TOO = {"records", "quants"}
+# These may name anything, but only inside a function: nothing is loaded before it is asked for.
+LAZY = {"registry", "__init__"}
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
+    """(dotted target, line, at module level) of every import, also ``import_module("literal")``."""
+    inside = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        top = id(node) not in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, top
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *base.split(".")]).strip(
+                    "."
+                )
+            if base == "kvkernels":  # ``from kvkernels import op`` names a module, not an attribute
+                for alias in node.names:
+                    yield f"kvkernels.{alias.name}", node.lineno, top
+            else:
+                yield base, node.lineno, top
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield str(node.args[0].value), node.lineno, top
+
+
+def violations(root: Path) -> list[str]:
+    """Every import of the package at ``root`` that breaks the layering, one line each."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        own = relative.parts[0].removesuffix(".py")
+        if own not in LAYER and own not in LAZY:
+            found.append(f"{relative}: {own!r} has no layer; add it to LAYERS")
+            continue
+        level = LAYER.get(own, -1)  # the root __init__ is below everything: only lazy imports
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        package = ".".join(("kvkernels", *relative.parts[:-1]))
+        for target, line, top in imports(tree, package):
+            head, _, rest = target.partition(".")
+            name = rest.partition(".")[0]
+            where = f"{relative}:{line}"
+            if head != "kvkernels":
+                allowed = head in sys.stdlib_module_names or (own in NUMPY_TOO and head == "numpy")
+                if level < STDLIB_ONLY_BELOW and not allowed:
+                    found.append(f"{where}: layer {level} imports {head}")
+            elif name in LAYER and LAYER[name] > level and (top or own not in LAZY):
+                found.append(f"{where}: {own} (layer {level}) imports {name} (layer {LAYER[name]})")
+    return found
+
+
+def test_the_package_keeps_its_layers() -> None:
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        ("op.py", "import json\nfrom kvkernels.errors import InputError\n", False),
+        ("op.py", "from kvkernels.dispatch import decide\n", True),
+        ("op.py", "import numpy\n", True),
+        ("dispatch.py", "def f():\n    import numpy\n", True),
+        ("records/layout.py", "import numpy as np\nfrom .packing import pack\n", False),
+        ("records/layout.py", "from ..plan import plan\n", True),
+        ("records/layout.py", "from .. import plan\n", True),
+        ("dispatch.py", "from kvkernels import registry\n", True),
+        ("dispatch.py", "def f():\n    from kvkernels.registry import names\n", True),
+        ("plan.py", "import kvkernels.cpu.backend\n", True),
+        ("plan.py", "import importlib\nimportlib.import_module('kvkernels.cpu.backend')\n", True),
+        ("registry.py", "def f():\n    import kvkernels.cpu.backend\n", False),
+        ("registry.py", "import kvkernels.cpu.backend\n", True),
+        ("__init__.py", "def __getattr__(n):\n    from kvkernels.plan import plan\n", False),
+        ("__init__.py", "from kvkernels.plan import plan\n", True),
+        ("__init__.py", "import numpy\n", True),
+        ("cpu/table.py", "import numba\nfrom kvkernels.plan import Plan\n", False),
+        ("cpu/table.py", "from kvkernels.bench import measure\n", True),
+        ("surprise.py", "", True),
+    ],
+)
+def test_the_check_finds_a_wrong_import(
+    tmp_path: Path, file: str, source: str, wrong: bool
+) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    assert bool(violations(tmp_path)) is wrong, violations(tmp_path)
