@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from kvkernels.calls import LayerBuffers
 from kvkernels.capabilities import Capability, DeviceCaps
-from kvkernels.op import AttentionOp
+from kvkernels.op import AttentionOp, LayerSpec
 
 API_VERSION = 1
 """Raised when a protocol below changes so that an old backend cannot work."""
@@ -46,6 +47,14 @@ class BackendStatus:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A caller's array as the device's kernels take it, and the name of its own dtype ("f32", "f16", "bf16")."""
+
+    array: Any
+    dtype: str
+
+
 @runtime_checkable
 class Device(Protocol):
     """One opened device. The backend's arrays go in and come out through ``run``."""
@@ -58,8 +67,26 @@ class Device(Protocol):
     def table(self) -> tuple[Capability, ...]:
         """The rows that decisions about this device are made from."""
 
-    def run(self, entry: str, op: AttentionOp, args: Mapping[str, Any]) -> Any:
-        """Run ``entry`` for ``op``. ``args`` are arrays by name; each entry documents its own."""
+    @property
+    def transient_bytes(self) -> int:
+        """High water of workspace bytes."""
+
+    def allocate(
+        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+    ) -> LayerBuffers:
+        """Memory of one layer for that many record slots and exact blocks."""
+
+    def rows(self, field: str, array: Any) -> Rows:
+        """A caller's array, checked to be on this device; raises InputError naming ``field``."""
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """An array for results."""
+
+    def first_unfit(self, rows: Any, *, stored: bool) -> tuple[int, ...] | None:
+        """Index of the first value that cannot be used (``stored``: that cannot be kept), or None."""
+
+    def run(self, entry: str, op: AttentionOp, call: Any) -> None:
+        """Run ``entry`` for a confirmed ``op``; ``call`` is one of ``kvkernels.calls``."""
 
     def synchronize(self) -> None:
         """Wait for everything that was enqueued; a failed launch surfaces here at the latest."""

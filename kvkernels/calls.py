@@ -4,10 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvkernels.op import LayerSpec
-from kvkernels.pages import GroupWrite, SeqView
+from kvkernels.records.layout import GROUP
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Table = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWrite:
+    """What a commit does with one group: rows ``row .. row + rows`` come from step rows ``source ..``.
+
+    ``block``: exact block that keeps the rows, -1 = none (the group is sealed from a transient tile). ``base``: block
+    that holds rows ``0 .. row`` now; different from ``block`` when they must be copied first. ``slot``: record slot
+    to seal the completed group into, -1 = not sealed.
+    """
+
+    group: int
+    source: int
+    row: int
+    rows: int
+    block: int
+    base: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One run of exact rows: block, position of its first row, rows, and whether a record holds them too."""
+
+    block: int
+    base: int
+    rows: int
+    twin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SeqView:
+    """What attention sees of one sequence in one class: published pages, and where its query rows are."""
+
+    seq: int
+    q_start: int
+    n_q: int
+    n_past: int
+    table: Table
+    body: tuple[int, int]
+    tiles: tuple[Tile, ...]
+
+    @property
+    def twin_group(self) -> int:
+        """The sealed group whose exact rows are resident too, or -1."""
+        return next((t.base // GROUP for t in self.tiles if t.twin), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,17 @@ class RequestError(InputError):
 
 
 class UnsupportedOp(KvkError):
-    """No route for at least one operation. ``decisions`` hold every row tried with every unmet requirement."""
+    """No route for at least one operation.
 
-    def __init__(self, decisions: Iterable[Any], hint: str = "") -> None:
-        self.decisions = tuple(decisions)
-        text = "\n".join(d.explain() for d in self.decisions)
-        super().__init__(f"{text}\n{hint}" if hint else text)
+    ``decisions`` hold every row tried with every unmet requirement; ``labels``, one per decision when given, say whose
+    operation it is (for example ``layers 0-35``).
+    """
+
+    def __init__(self, decisions: Iterable[Any], labels: Iterable[str] = ()) -> None:
+        self.decisions, self.labels = tuple(decisions), tuple(labels)
+        heads = [f"{label}: " for label in self.labels] or [""] * len(self.decisions)
+        texts = [h + d.explain() for h, d in zip(heads, self.decisions, strict=True)]
+        super().__init__("\n".join(texts))
 
 
 class RouteMismatch(KvkError):

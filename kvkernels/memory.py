@@ -26,9 +26,7 @@ class Memory:
     @property
     def kv_resident_bytes(self) -> int:
         """Sum of the persistent fields."""
-        return sum(
-            getattr(self, f.name) for f in fields(self) if f.name != "kv_transient_bytes"
-        )
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "kv_transient_bytes")
 
     @property
     def kv_peak_bytes(self) -> int:
@@ -37,9 +35,7 @@ class Memory:
 
     def __add__(self, other: Memory) -> Memory:
         # Transients are one reusable workspace, so they do not add up: the largest counts.
-        total = {
-            f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
-        }
+        total = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         total["kv_transient_bytes"] = max(self.kv_transient_bytes, other.kv_transient_bytes)
         return Memory(**total)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvkernels.calls import GroupWrite, SeqView, Tile
 from kvkernels.errors import CapacityError
 from kvkernels.records.layout import GROUP
 
@@ -79,24 +80,6 @@ class SeqPages:
         return [int(s) for s in self.table[self.first :] if s >= 0]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupWrite:
-    """What a commit does with one group: rows ``row .. row + rows`` come from step rows ``source ..``.
-
-    ``block``: exact block that keeps the rows, -1 = none (the group is sealed from a transient tile). ``base``: block
-    that holds rows ``0 .. row`` now; different from ``block`` when they must be copied first. ``slot``: record slot
-    to seal the completed group into, -1 = not sealed.
-    """
-
-    group: int
-    source: int
-    row: int
-    rows: int
-    block: int
-    base: int
-    slot: int
-
-
 class PageClass:
     """Pools and rules of the layers that share a window and a sink."""
 
@@ -158,12 +141,8 @@ class PageClass:
             if row + count == GROUP and not sink and group >= first:
                 slot = take(self.slots)
                 table[group] = slot
-            writes.append(
-                GroupWrite(group, source + start - n, row, count, block, base, slot)
-            )
-        kept = {
-            g: b for g, b in blocks.items() if g < self.sink_groups or g >= last_open - 1
-        }
+            writes.append(GroupWrite(group, source + start - n, row, count, block, base, slot))
+        kept = {g: b for g, b in blocks.items() if g < self.sink_groups or g >= last_open - 1}
         return SeqPages(table, kept, first), writes
 
     def truncate(self, pages: SeqPages, n: int) -> SeqPages:
@@ -207,34 +186,6 @@ class PageClass:
         return max(first, (n - (2 * GROUP - 1) - self.window) // GROUP)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One run of exact rows: block, position of its first row, rows, and whether a record holds them too."""
-
-    block: int
-    base: int
-    rows: int
-    twin: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SeqView:
-    """What attention sees of one sequence in one class: published pages, and where its query rows are."""
-
-    seq: int
-    q_start: int
-    n_q: int
-    n_past: int
-    table: Table
-    body: tuple[int, int]
-    tiles: tuple[Tile, ...]
-
-    @property
-    def twin_group(self) -> int:
-        """The sealed group whose exact rows are resident too, or -1."""
-        return next((t.base // GROUP for t in self.tiles if t.twin), -1)
-
-
 def view(
     cls: PageClass, pages: SeqPages, *, seq: int, q_start: int, n_q: int, n_past: int
 ) -> SeqView:
@@ -253,4 +204,6 @@ def view(
     start = max(pages.first, cls.sink_groups)
     if cls.window is not None:
         start = max(start, (n_past - cls.window + 1) // GROUP)
-    return SeqView(seq, q_start, n_q, n_past, pages.table, (min(start, sealed), sealed), tuple(tiles))
+    return SeqView(
+        seq, q_start, n_q, n_past, pages.table, (min(start, sealed), sealed), tuple(tiles)
+    )

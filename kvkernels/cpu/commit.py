@@ -36,7 +36,9 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
                 _seal(tiles, side, bits, target, pool)
 
 
-def _stage(write: GroupWrite, rows: NDArray[np.float32], blocks: Halves, scratch: Scratch) -> Halves:
+def _stage(
+    write: GroupWrite, rows: NDArray[np.float32], blocks: Halves, scratch: Scratch
+) -> Halves:
     """Rotate the new rows, round them to fp16, put them into their block; returns the tiles [heads, 128, D]."""
     n_head, _, _, dim = blocks.shape
     source = rows[write.source : write.source + write.rows].reshape(-1, dim)

@@ -125,7 +125,7 @@ def attend_decode(call: AttendCall, scratch: Scratch, pool: ThreadPool) -> None:
     assert layer.v_bits is not None
     arguments = (
         work.items, seqs, work.tiles, work.table, shape, dots(layer.k_bits), dots(layer.v_bits),
-        rotated_q, q, np.float32(layer.logit_scale), np.float32(layer.softcap),
+        rotated_q, q, np.float32(layer.scale), np.float32(layer.softcap),
         masks.slopes(layer.n_head, layer.alibi), mask,
         buffers.k_records, buffers.k_records.view(np.uint16),
         buffers.v_records, buffers.v_records.view(np.uint16),

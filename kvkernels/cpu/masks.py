@@ -20,9 +20,7 @@ def slopes(n_head: int, max_bias: float) -> NDArray[np.float32]:
         return np.zeros(n_head, np.float32)
     power = 2 ** floor(log2(n_head))
     m0, m1 = 2.0 ** (-max_bias / power), 2.0 ** (-max_bias / 2 / power)
-    values = [
-        m0 ** (h + 1) if h < power else m1 ** (2 * (h - power) + 1) for h in range(n_head)
-    ]
+    values = [m0 ** (h + 1) if h < power else m1 ** (2 * (h - power) + 1) for h in range(n_head)]
     return np.array(values, np.float32)
 
 

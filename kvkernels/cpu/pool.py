@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 def available_threads() -> int:
     """CPUs this process may use: affinity, lowered by a cgroup v2 quota."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
             quota, period = f.read().split()

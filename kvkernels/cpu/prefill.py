@@ -55,7 +55,7 @@ def _one_head(
     heads = slice(head * gqa, (head + 1) * gqa)
     n = view.n_q * gqa
     q = scratch.get("q", (n, dim), np.float32)
-    np.multiply(call.q[rows, heads], np.float32(layer.logit_scale), out=q.reshape(-1, gqa, dim))
+    np.multiply(call.q[rows, heads], np.float32(layer.scale), out=q.reshape(-1, gqa, dim))
     q_rotated = scratch.get("q_rotated", (n, dim), np.float32)
     rotate_rows(q, q_rotated)
     state = _State(
@@ -77,7 +77,9 @@ def _one_head(
     # Everything so far lives in the rotated domain; the current rows are added un-rotated on top.
     rotate_rows(o, rotated)
     if call.k is not None and call.v is not None:
-        block.add(q, _Run(call.k[rows, head], call.v[rows, head], view.n_past, False, False), rotated)
+        block.add(
+            q, _Run(call.k[rows, head], call.v[rows, head], view.n_past, False, False), rotated
+        )
     if call.sink_logits is not None:
         _add_sink(np.tile(call.sink_logits[heads], view.n_q), state, rotated)
     seen = state.lsum > 0
@@ -145,7 +147,11 @@ def materialize_head(
         records = pool.reshape(layer.n_kv_head, -1, nbytes)[head]
         for i, slot in enumerate(slots):
             decode_head(
-                records[slot], side is Side.V, bits, layer.head_dim, rows[i * GROUP : (i + 1) * GROUP]
+                records[slot],
+                side is Side.V,
+                bits,
+                layer.head_dim,
+                rows[i * GROUP : (i + 1) * GROUP],
             )
 
 

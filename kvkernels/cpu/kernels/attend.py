@@ -349,7 +349,16 @@ def softmax_block(
         if mask_head >= 0:
             mask_at = (head0 + r % gqa) * mask_head + (r // gqa) * mask_row
         top = prepare_row(
-            scores, at, padded, low, high, cap, slopes[head0 + r % gqa], base - position, mask, mask_at
+            scores,
+            at,
+            padded,
+            low,
+            high,
+            cap,
+            slopes[head0 + r % gqa],
+            base - position,
+            mask,
+            mask_at,
         )
         alpha[r] = float32(1.0)
         if top == MINUS_INF:

@@ -66,9 +66,7 @@ def _codes(builder, words, bits):
             if extra:
                 word = words[steps + quad % extra]
                 high = field(word, 8 * i + (quad // extra) * extra, extra)
-                code = builder.or_(
-                    code, builder.shl(high, const_vector(I32V, [main] * LANES))
-                )
+                code = builder.or_(code, builder.shl(high, const_vector(I32V, [main] * LANES)))
             yield 4 * quad + i, code
 
 
@@ -97,9 +95,7 @@ def _dot_lines(_, codes, act, out, n_out, n_red, act_stride, out_stride, bits, r
                 builder.store(zero, lane)
             first = builder.mul(outer.index, _I64(blocks))
             bases = [
-                builder.gep(
-                    codes, [builder.mul(builder.add(first, _I64(j)), row_bytes)]
-                )
+                builder.gep(codes, [builder.mul(builder.add(first, _I64(j)), row_bytes)])
                 for j in range(blocks)
             ]
             with cgutils.for_range(builder, n_blocks) as inner:
@@ -165,7 +161,9 @@ _keep_alive = []
 
 
 @intrinsic
-def call_dot(_, address, codes, codes_at, act, act_at, out, out_at, n_out, n_red, act_stride, out_stride):
+def call_dot(
+    _, address, codes, codes_at, act, act_at, out, out_at, n_out, n_red, act_stride, out_stride
+):
     """Call a micro-kernel of :func:`dot_address` on ``codes[codes_at:]``, ``act[act_at:]``, ``out[out_at:]``."""
 
     def codegen(context, builder, sig, args):

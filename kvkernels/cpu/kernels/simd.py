@@ -232,9 +232,7 @@ def _reduction(combine):
             while half:  # a fixed tree: the same bits on every CPU
                 lanes = [(i + half) % LANES for i in range(LANES)]
                 mask = ir.Constant(ir.VectorType(I32, LANES), lanes)
-                vector = combine(
-                    builder, vector, builder.shuffle_vector(vector, undefined, mask)
-                )
+                vector = combine(builder, vector, builder.shuffle_vector(vector, undefined, mask))
                 half //= 2
             return builder.extract_element(vector, I32(0))
 
@@ -246,9 +244,7 @@ def _reduction(combine):
 #: sum of the lanes, as a fixed tree
 hsum = _reduction(lambda builder, a, b: builder.fadd(a, b))
 #: largest lane
-hmax = _reduction(
-    lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b)
-)
+hmax = _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
 @intrinsic

@@ -1,0 +1,98 @@
+"""Masks, biases and sink logits that a caller passes: checked once, described for the decision (B4, F35)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvkernels.calls import SeqView
+from kvkernels.errors import InputError, NonFiniteError
+from kvkernels.op import LayerSpec
+
+_ADDITIVE = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """One mask per view (or None), and the two facts a requirement can name: kind and row stride in elements."""
+
+    masks: tuple[Any | None, ...]
+    kind: str = "none"
+    stride: int = 0
+
+
+def by_sequence(mask: Any, seqs: Sequence[int]) -> Mapping[int, Any]:
+    """What the caller passed as {sequence id: mask}; one array is fine for one sequence."""
+    if mask is None:
+        return {}
+    if isinstance(mask, Mapping):
+        unknown = [seq for seq in mask if seq not in seqs]
+        if unknown:
+            raise InputError("mask", found=f"sequences {unknown}", needed=f"some of {list(seqs)}")
+        return mask
+    if len(seqs) != 1:
+        raise InputError(
+            "mask",
+            found=f"one array for {len(seqs)} sequences",
+            needed="a mapping {sequence id: mask}",
+        )
+    return {seqs[0]: mask}
+
+
+def check_bias(
+    spec: LayerSpec, views: Sequence[SeqView], masks: Mapping[int, Any], *, current: bool = True
+) -> Bias:
+    """Match masks to the views of one launch; InputError names what does not broadcast."""
+    found, kind, stride = [], "none", 0
+    for view in views:
+        array = masks.get(view.seq)
+        found.append(array)
+        if array is None:
+            continue
+        target = (spec.n_head, view.n_q, view.n_past + (view.n_q if current else 0))
+        array = _checked(f"mask of sequence {view.seq}", array, target)
+        kind = "bool" if array.dtype == np.bool_ and kind != "additive" else "additive"
+        if array.ndim > 1:
+            stride = max(stride, abs(array.strides[-2]) // array.itemsize)
+    return Bias(tuple(found), kind, stride)
+
+
+def _checked(name: str, array: Any, target: tuple[int, int, int]) -> Any:
+    if not isinstance(array, np.ndarray):
+        raise InputError(name, found=type(array).__name__, needed="a NumPy array")
+    if array.dtype != np.bool_ and array.dtype.name not in _ADDITIVE:
+        raise InputError(name, found=f"dtype {array.dtype}", needed="bool or a float to add")
+    shape = (1,) * (3 - array.ndim) + array.shape
+    if array.ndim > 3 or any(a not in (1, t) for a, t in zip(shape, target, strict=True)):
+        raise InputError(
+            name,
+            found=f"shape {array.shape}",
+            needed=f"broadcastable to (n_head, n_q, n_kv) {target}",
+        )
+    if array.dtype != np.bool_ and (np.isnan(array).any() or np.isposinf(array).any()):
+        raise NonFiniteError(name, found="NaN or +inf", needed="finite values or -inf")
+    return array
+
+
+def check_sink_logits(spec: LayerSpec, sink_logits: Any) -> Any:
+    """float32 [n_head], or None for a layer without them."""
+    if spec.sink_logits != (sink_logits is not None):
+        raise InputError(
+            "sink_logits",
+            found="given" if sink_logits is not None else "missing",
+            needed=f"{'an array' if spec.sink_logits else 'nothing'}: the layer was planned with "
+            f"sink_logits={spec.sink_logits}",
+        )
+    if sink_logits is None:
+        return None
+    array = np.asarray(sink_logits)
+    if array.shape != (spec.n_head,) or array.dtype.kind != "f":
+        raise InputError(
+            "sink_logits", found=f"{array.dtype} {array.shape}", needed=f"float ({spec.n_head},)"
+        )
+    if not np.isfinite(array).all():
+        raise NonFiniteError("sink_logits", found="NaN or infinity", needed="finite values")
+    return np.ascontiguousarray(array, np.float32)

@@ -1,0 +1,136 @@
+"""The opened CPU: owns threads and workspaces, and runs entries by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkernels.backend import Rows
+from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCall
+from kvkernels.capabilities import Capability, DeviceCaps
+from kvkernels.cpu.commit import commit, materialize
+from kvkernels.cpu.decode import attend_decode
+from kvkernels.cpu.kernels.codec import first_nonfinite, rotate_rows_to_half
+from kvkernels.cpu.pool import ThreadPool, available_threads
+from kvkernels.cpu.prefill import attend_prefill
+from kvkernels.cpu.scratch import Scratch, aligned
+from kvkernels.cpu.table import TABLE
+from kvkernels.errors import InputError
+from kvkernels.memory import LayerSizes
+from kvkernels.op import AttentionOp, LayerSpec
+
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_HALF_MAX = 65504.0
+
+
+class CpuDevice:
+    """``cpu:0``. Not thread-safe: one call at a time (each call uses ``n_threads`` threads itself)."""
+
+    table: tuple[Capability, ...] = TABLE
+
+    def __init__(self, caps: DeviceCaps, n_threads: int | None = None) -> None:
+        self.caps = caps
+        self.pool = ThreadPool(n_threads or available_threads())
+        self.scratch = Scratch()
+
+    @property
+    def transient_bytes(self) -> int:
+        """High water of workspace bytes since the device was opened."""
+        return self.scratch.peak
+
+    def allocate(
+        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+    ) -> LayerBuffers:
+        """Zeroed memory of one layer, 64-byte aligned."""
+        sizes = LayerSizes.of(layer, keep_queries=keep_queries)
+
+        def exact(nbytes: int) -> Any:
+            return aligned(blocks * nbytes).view(np.uint16)
+
+        return LayerBuffers(
+            k_records=aligned(slots * sizes.k_slot),
+            v_records=aligned(slots * sizes.v_slot),
+            k_exact=exact(sizes.kv_block),
+            v_exact=exact(sizes.kv_block),
+            q_exact=exact(sizes.q_block) if keep_queries else None,
+            slots=slots,
+            blocks=blocks,
+        )
+
+    def rows(self, field: str, array: Any) -> Rows:
+        """Any host array (NumPy, or DLPack on the CPU) as float32, with its own dtype's name."""
+        if not isinstance(array, np.ndarray):
+            array = _from_dlpack(field, array)
+        kind = _DTYPES.get(array.dtype.name)
+        if kind is None:
+            raise InputError(
+                field, found=f"dtype {array.dtype}", needed="float32, float16 or bfloat16"
+            )
+        return Rows(np.ascontiguousarray(array, np.float32), kind)
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """A float32 array for results."""
+        return np.empty(shape, np.float32)
+
+    def first_unfit(self, rows: Any, *, stored: bool) -> tuple[int, ...] | None:
+        """Index (row, head, channel) of the first value that is NaN or infinite, or None.
+
+        With ``stored``, also of the first one whose rotated row leaves the fp16 range of the stage.
+        """
+        at = int(first_nonfinite(rows.reshape(-1)))
+        if at >= 0:
+            return tuple(int(i) for i in np.unravel_index(at, rows.shape))
+        dim = rows.shape[-1]
+        # |rotated| <= sqrt(D) * max|x|: below that nothing can overflow, and that is nearly always.
+        if not stored or not rows.size or np.abs(rows).max() * dim**0.5 < _HALF_MAX:
+            return None
+        half = np.empty((rows.size // dim, dim), np.uint16)
+        rotate_rows_to_half(rows.reshape(-1, dim), half)
+        bad = np.flatnonzero((half & 0x7C00) == 0x7C00)
+        if not bad.size:
+            return None
+        return tuple(int(i) for i in np.unravel_index(int(bad[0]), rows.shape))
+
+    def run(self, entry: str, op: AttentionOp, call: Any) -> None:
+        """Run an entry. The entry checks nothing again: ``op`` was confirmed against the table."""
+        if entry == "cpu/attend_decode":
+            _expect(call, AttendCall)
+            attend_decode(call, self.scratch, self.pool)
+        elif entry in ("cpu/attend_prefill", "cpu/attend_materialized"):
+            _expect(call, AttendCall)
+            attend_prefill(call, self.scratch, materialized=entry.endswith("materialized"))
+        elif entry == "cpu/commit":
+            _expect(call, CommitCall)
+            commit(call, self.scratch, self.pool)
+        elif entry == "cpu/materialize":
+            _expect(call, MaterializeCall)
+            materialize(call)
+        else:
+            names = ", ".join(row.entry for row in TABLE)
+            raise InputError("entry", found=entry, needed=f"one of {names}")
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: ``run`` returns when the work is done."""
+
+
+def _expect(call: Any, kind: type) -> None:
+    if not isinstance(call, kind):
+        raise InputError("call", found=type(call).__name__, needed=kind.__name__)
+
+
+def _from_dlpack(field: str, array: Any) -> Any:
+    if not hasattr(array, "__dlpack__"):
+        raise InputError(
+            field, found=type(array).__name__, needed="a NumPy array or a DLPack array on the CPU"
+        )
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        where = getattr(array, "device", "unknown device")
+        raise InputError(
+            field,
+            found=f"{type(array).__name__} on {where} ({error})",
+            needed="an array in host memory that NumPy can read",
+            hint="Move it to the CPU, and detach it from autograd",
+        ) from None

@@ -1,0 +1,72 @@
+"""The CPU's capability table: importable with no Numba installed, and the only place that says what it takes."""
+
+from __future__ import annotations
+
+from kvkernels.capabilities import Capability, Requirement, Route, at_most, equal, multiple_of
+from kvkernels.capabilities import one_of, same
+from kvkernels.op import KVARN_BITS, STANDARD_TYPES, OpKind
+
+HEAD_DIMS = (64, 128, 256, 512)
+MAX_N_Q = 16
+
+_records: tuple[Requirement, ...] = (
+    one_of(
+        "head_dim_k",
+        HEAD_DIMS,
+        hint="KVarN records need whole 64- or 128-channel slices",
+    ),
+    same("head_dim_k", "head_dim_v"),
+    one_of(
+        "k_type", KVARN_BITS, hint=f"standard types ({', '.join(STANDARD_TYPES)}) have no entry yet"
+    ),
+    one_of(
+        "v_type", KVARN_BITS, hint=f"standard types ({', '.join(STANDARD_TYPES)}) have no entry yet"
+    ),
+    equal("layout", "line"),
+    equal("attention", "dense", hint="K-only (MLA) attention has no V to keep in records"),
+)
+_attend: tuple[Requirement, ...] = (
+    *_records,
+    one_of("q_dtype", ("f32", "f16", "bf16")),
+    one_of("kv_dtype", ("f32", "f16", "bf16")),
+    equal("causal", True),
+    multiple_of("alignment", 64),
+)
+
+TABLE: tuple[Capability, ...] = (
+    Capability(
+        entry="cpu/attend_decode",
+        kind=OpKind.ATTEND,
+        route=Route.NATIVE,
+        requires=(*_attend, at_most("n_q", MAX_N_Q)),
+        numerics="float32 activations and sums over integer codes; scales folded",
+    ),
+    Capability(
+        entry="cpu/attend_prefill",
+        kind=OpKind.ATTEND,
+        route=Route.NATIVE,
+        requires=_attend,
+        numerics="float32 window of one KV head through BLAS, softmax merged over windows",
+    ),
+    Capability(
+        entry="cpu/attend_materialized",
+        kind=OpKind.ATTEND,
+        route=Route.MATERIALIZE,
+        requires=_attend,
+        numerics="all keys of one KV head decoded to float32 at once",
+    ),
+    Capability(
+        entry="cpu/commit",
+        kind=OpKind.COMMIT,
+        route=Route.NATIVE,
+        requires=(*_records, equal("encoder", "published")),
+        numerics="the published encoder to the byte, sums in float64",
+    ),
+    Capability(
+        entry="cpu/materialize",
+        kind=OpKind.MATERIALIZE,
+        route=Route.NATIVE,
+        requires=_records,
+        numerics="(code * scale + zero) * other, each step rounded to float32",
+    ),
+)

@@ -1,0 +1,268 @@
+"""One step: attention of every layer over published state and the new rows, then one commit."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvkernels.backend import Rows
+from kvkernels.bias import Bias, by_sequence, check_bias, check_sink_logits
+from kvkernels.calls import AttendCall, Batch, CommitCall, GroupWrite
+from kvkernels.dispatch import Decision
+from kvkernels.errors import InputError, NonFiniteError, StepError
+from kvkernels.pages import PagePool, SeqPages, view
+from kvkernels.planner import attend_op
+
+if TYPE_CHECKING:
+    from kvkernels.cache import Cache, SeqState
+
+# From this many query rows of one sequence on, a launch is a prefill; set by the decode entries' own limit.
+_DECODE_ROWS = 16
+
+
+class Step:
+    """Made by ``Cache.step``. Attend every layer once, then leave the ``with`` block (or call ``commit``)."""
+
+    def __init__(self, cache: Cache, n_tokens: dict[int, int]) -> None:
+        self._cache = cache
+        self.n_tokens = n_tokens
+        self.n_rows = sum(n_tokens.values())
+        self._closed = False
+        self._rows: dict[int, tuple[Rows, Rows, Rows]] = {}
+        self._batches = [self._batch(i) for i in range(len(cache.classes))]
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of every row of the step, in array order: what RoPE needs."""
+        return [self._cache.length(seq) + i for seq, n in self.n_tokens.items() for i in range(n)]
+
+    # --- attention ----------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        mask: Any = None,
+        sink_logits: Any = None,
+        out: Any = None,
+        lse: Any = None,
+    ) -> Any:
+        """Attention of one layer over its cached rows and these new ones; the new rows become the layer's at commit.
+
+        q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D], float32 / float16 / bfloat16, un-rotated, RoPE already
+        applied; rows of the sequences one after the other in the order of ``step({...})``. ``mask``: bool (True =
+        visible) or additive float, broadcastable to [n_head, n_q, n_kv] with n_kv = rows before + n_q; for several
+        sequences a mapping {sequence id: mask}. ``sink_logits`` [n_head] join the denominator (only, and always, when
+        the layer was planned with them). Returns ``out``, float32 [n_rows, n_head, D]; ``lse`` float32
+        [n_rows, n_head] is filled when given. The arrays must not change before the commit.
+
+        Raises InputError (shape, dtype, device), NonFiniteError, StepError, RouteMismatch; nothing is stored then.
+        """
+        self._check_open()
+        cache = self._cache
+        if not isinstance(layer, int) or not 0 <= layer < len(cache.plan.layers):
+            raise InputError("layer", found=repr(layer), needed=f"0..{len(cache.plan.layers) - 1}")
+        if layer in self._rows:
+            raise StepError(f"layer {layer} was attended already in this step")
+        spec, device = cache.plan.layers[layer].spec, cache.device
+        rows = tuple(
+            self._checked(layer, name, array, heads, spec.head_dim)
+            for name, array, heads in (
+                ("q", q, spec.n_head),
+                ("k", k, spec.n_kv_head),
+                ("v", v, spec.n_kv_head),
+            )
+        )
+        sinks = check_sink_logits(spec, sink_logits)
+        shape = (self.n_rows, spec.n_head, spec.head_dim)
+        result = device.empty(shape) if out is None else _given("out", out, shape)
+        logs = device.empty(shape[:2]) if lse is None else _given("lse", lse, shape[:2])
+        masks = by_sequence(mask, list(self.n_tokens))
+        launches = [
+            self._prepare(layer, batch, rows, check_bias(spec, batch.views, masks))
+            for batch in self._batches[cache.class_of[layer]]
+        ]
+        # Everything was confirmed; only now does anything run.
+        for batch, decision, bias in launches:
+            call = AttendCall(
+                layer=spec,
+                buffers=cache.buffers[layer],
+                batch=batch,
+                q=rows[0].array,
+                k=rows[1].array,
+                v=rows[2].array,
+                out=result,
+                lse=logs,
+                masks=bias.masks,
+                sink_logits=sinks,
+                window_chunk=cache.plan.window_chunk,
+            )
+            device.run(str(decision.entry), decision.op, call)
+        self._rows[layer] = rows  # type: ignore[assignment]
+        return result
+
+    def _prepare(
+        self, layer: int, batch: Batch, rows: tuple[Rows, ...], bias: Bias
+    ) -> tuple[Batch, Decision, Bias]:
+        cache, views = self._cache, batch.views
+        spec = cache.plan.layers[layer].spec
+        n_q = max(v.n_q for v in views)
+        op = attend_op(
+            spec,
+            cache.device.caps.id,
+            n_q,
+            max(v.n_past + v.n_q for v in views),
+            n_seq=len(views),
+            body=any(v.body[0] < v.body[1] for v in views),
+            stage=any(v.tiles for v in views),
+            q_dtype=rows[0].dtype,
+            kv_dtype=rows[1].dtype,
+            bias=bias.kind,
+            bias_stride=bias.stride,
+            max_offset=max(
+                cache.buffers[layer].k_records.nbytes, cache.buffers[layer].v_records.nbytes
+            ),
+        )
+        return batch, cache.confirm(layer, op), bias
+
+    def _batch(self, index: int) -> list[Batch]:
+        """The sequences of this step seen in one page class, decodes and prefills apart.
+
+        The split depends only on a sequence's own rows, so its result is the same alone or in company (B7).
+        """
+        cache, small, large, at = self._cache, [], [], 0
+        for seq, rows in self.n_tokens.items():
+            state = cache.state.get(seq) or cache.empty_state()
+            seen = view(
+                cache.classes[index],
+                state.pages[index],
+                seq=seq,
+                q_start=at,
+                n_q=rows,
+                n_past=state.n,
+            )
+            (small if rows <= _DECODE_ROWS else large).append(seen)
+            at += rows
+        return [Batch(tuple(views), self.n_rows) for views in (small, large) if views]
+
+    def _checked(self, layer: int, name: str, array: Any, heads: int, dim: int) -> Rows:
+        needed = (self.n_rows, heads, dim)
+        if tuple(getattr(array, "shape", ())) != needed:
+            found = getattr(array, "shape", type(array).__name__)
+            raise InputError(f"{name} of layer {layer}", found=f"shape {found}", needed=needed)
+        rows = self._cache.device.rows(f"{name} of layer {layer}", array)
+        bad = self._cache.device.first_unfit(rows.array, stored=name != "q")
+        if bad is not None:
+            seq, offset = self._sequence_of(bad[0])
+            value = float(rows.array[bad])
+            raise NonFiniteError(
+                f"{name} of layer {layer}, sequence {seq}, position {self._cache.length(seq) + offset}, "
+                f"head {bad[1]}, channel {bad[2]}",
+                found=value,
+                needed="finite values whose rotated row stays within fp16 (65504)",
+            )
+        return rows
+
+    def _sequence_of(self, row: int) -> tuple[int, int]:
+        for seq, n in self.n_tokens.items():
+            if row < n:
+                return seq, row
+            row -= n
+        raise AssertionError("row outside the step")  # pragma: no cover
+
+    # --- end ----------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Store the new rows of all layers and publish them at once; every layer must have been attended."""
+        self._check_open()
+        cache = self._cache
+        missing = [i for i in range(len(cache.plan.layers)) if i not in self._rows]
+        if missing:
+            self.discard()
+            raise StepError(f"nothing was stored: layers {missing} were not attended in this step")
+        taken: list[tuple[PagePool, int]] = []
+        try:
+            new, writes = self._place(taken)
+            for layer, (q, k, v) in self._rows.items():
+                planned = cache.plan.layers[layer]
+                call = CommitCall(
+                    layer=planned.spec,
+                    buffers=cache.buffers[layer],
+                    writes=writes[cache.class_of[layer]],
+                    k=k.array,
+                    v=v.array,
+                    q=q.array if cache.plan.limits.keep_queries else None,
+                )
+                cache.device.run(str(planned.commit.entry), planned.commit.op, call)
+            cache.device.synchronize()
+        except BaseException:
+            for pool, page in taken:
+                pool.release(page)
+            self.discard()
+            raise
+        self._close()
+        cache.finish(new)
+
+    def _place(
+        self, taken: list[tuple[PagePool, int]]
+    ) -> tuple[dict[int, SeqState], list[tuple[GroupWrite, ...]]]:
+        """New states and what every page class must write; takes pages, touches no bytes."""
+        cache = self._cache
+        writes: list[list[GroupWrite]] = [[] for _ in cache.classes]
+        new: dict[int, SeqState] = {}
+        at = 0
+        for seq, rows in self.n_tokens.items():
+            old = cache.state.get(seq) or cache.empty_state()
+            pages: list[SeqPages] = []
+            for i, cls in enumerate(cache.classes):
+                after, plan = cls.append(old.pages[i], old.n, rows, at, taken)
+                pages.append(after)
+                writes[i] += plan
+            new[seq] = type(old)(old.n + rows, tuple(pages))
+            at += rows
+        return new, [tuple(w) for w in writes]
+
+    def discard(self) -> None:
+        """Forget the step; the cache is what it was. Does nothing on a closed step."""
+        if not self._closed:
+            self._close()
+            self._cache.finish(None)
+
+    def _close(self) -> None:
+        self._closed = True
+        rows, self._rows = self._rows, {}
+        rows.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepError("the step is closed; begin a new one with cache.step({...})")
+
+    def __enter__(self) -> Step:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        if self._closed:
+            return
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()
+
+
+def _given(name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    dtype = getattr(getattr(array, "dtype", None), "name", None)
+    flags = getattr(array, "flags", None)
+    ok = tuple(getattr(array, "shape", ())) == shape and dtype == "float32"
+    if not ok or flags is None or not (flags.c_contiguous and flags.writeable):
+        found = f"{type(array).__name__} {getattr(array, 'shape', '')} {dtype}"
+        raise InputError(name, found=found, needed=f"a writable C-contiguous float32 array {shape}")
+    return array
