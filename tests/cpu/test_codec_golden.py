@@ -100,7 +100,7 @@ def test_codec7_oracle_codes_and_decoder(head_dim: int, side: Side, bits: int) -
     got = reference.encode_tile(tile, bits, pick="last", rounding="half_even")
     assert np.array_equal(got[0], want[0])  # every code
     for mine, theirs in zip(got[1:], want[1:], strict=True):
-        # Their log scales are float64: one entry of all axes differs, by one unit in the last place.
+        # Their log scales are float64: one entry of all axes differs by 1 unit in the last place.
         ulps = np.abs(mine.view(np.int16).astype(int) - theirs.view(np.int16))
         assert ulps.sum() <= 1
     decoded = reference.decode_tile(*want)

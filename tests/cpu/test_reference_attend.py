@@ -1,4 +1,4 @@
-"""The float64 attention reference against formulas written out here (semantics B1-B6; F13, F14, F17)."""
+"""The attention reference against formulas written out here (semantics B1-B6; F13, F14, F17)."""
 
 from __future__ import annotations
 
@@ -91,9 +91,8 @@ def test_B1_alibi_with_12_heads() -> None:
     score = raw_scores(a) - np.array(slopes)[:, None, None] * distance
     got = attend(**a, alibi_max_bias=8.0)
     assert np.allclose(got, dense(a, hide(score, causal(a))), atol=1e-13)
-    naive = np.array(
-        [2.0 ** (-8 * (h + 1) / 12) for h in range(12)]
-    )  # right for powers of two only
+    # The short formula is right only when n_head is a power of two.
+    naive = np.array([2.0 ** (-8 * (h + 1) / 12) for h in range(12)])
     wrong = raw_scores(a) - naive[:, None, None] * distance
     assert np.abs(got - dense(a, hide(wrong, causal(a)))).max() > 1e-2
 
