@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvkernels.cpu.reference_attend import alibi_slopes, attend, visible
-from kvkernels.errors import InputError
+from kvkernels.errors import InputError, NonFiniteError
 from kvkernels.records.layout import GROUP, HEAD_DIMS, LINE, HeadLayout, Side
 from kvkernels.records.packing import join, split
 
@@ -179,15 +179,15 @@ def encode_tile(
 ) -> tuple[Bytes, Halves, Halves, Halves]:
     """fp16 ``[R, C]`` -> (codes uint8 [R, C], scale f16 [R], zero f16 [R], other f16 [C]).
 
-    The ``published`` encoder (codec.md 4, 5, 9). Raises `InputError` on NaN or infinity and on axes
-    that cannot be written in fp16.
+    The ``published`` encoder (codec.md 4, 5, 9). Raises `NonFiniteError` on NaN or infinity and
+    `InputError` on axes that cannot be written in fp16.
     """
     if tile.dtype != np.float16 or tile.ndim != 2:
         raise InputError("tile", found=f"{tile.dtype} {tile.shape}", needed="float16 [R, C]")
     bad = np.argwhere(~np.isfinite(tile))
     if len(bad):
         at = tuple(int(i) for i in bad[0])
-        raise InputError("tile", found=f"{tile[at]} at {at}", needed="finite fp16 values")
+        raise NonFiniteError("tile", found=f"{tile[at]} at {at}", needed="finite fp16 values")
     t = tile.astype(np.float32)
     bc, br = normalise(t, iterations, pick)
     codes, scale, zero = quantise(t, bc, br, bits, rounding)

@@ -79,20 +79,21 @@ def _normalise(x, xt, bc, br):
     ec, er = np.ones(cols, np.float32), np.ones(rows, np.float32)
     col_std, row_std = np.empty(cols, np.float32), np.empty(rows, np.float32)
     sums = np.empty((3, _GROUP), np.float64)
-    bc[:], br[:] = _ONE, _ONE
-    _line_std(x, er, ec, col_std, sums)
-    _line_std(xt, ec, er, row_std, sums)
-    best = _spread(col_std) + _spread(row_std)
-    for _ in range(_ITERATIONS):
-        _log_step(lc, col_std, ec)
-        _line_std(xt, ec, er, row_std, sums)
-        _log_step(lr, row_std, er)
+    best = _ONE
+    for it in range(_ITERATIONS + 1):
+        if it > 0:  # iterate 0 is the identity, which can win
+            _log_step(lc, col_std, ec)
+            _line_std(xt, ec, er, row_std, sums)
+            _log_step(lr, row_std, er)
         _line_std(x, er, ec, col_std, sums)
         _line_std(xt, ec, er, row_std, sums)
         imb = _spread(col_std) + _spread(row_std)
-        if imb <= best:
+        if it == 0 or imb <= best:
             best = imb
-            bc[:], br[:] = ec, er
+            for c in range(cols):
+                bc[c] = ec[c]
+            for r in range(rows):
+                br[r] = er[r]
 
 
 @njit(**_JIT)
