@@ -226,13 +226,13 @@ def test_a_misspelt_field_fails_when_the_table_is_built(make: Any) -> None:
         make("head_dimk", 1)
 
 
-def test_a_check_that_raises_is_unmet_with_the_cause() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, TypeError, AttributeError, RecursionError])
+def test_a_check_that_raises_is_unmet_with_the_cause(error: type[Exception]) -> None:
     def check(op: AttentionOp, on: DeviceCaps) -> str | None:
-        raise ZeroDivisionError("oops")
+        raise error("oops")
 
-    assert found(Requirement("op.x", "x", check)) == (
-        "unknown: the check raised ZeroDivisionError: oops"
-    )
+    text = f"unknown: the check raised {error.__name__}: oops"
+    assert found(Requirement("op.x", "x", check)) == text
     assert found(when(Requirement("op.x", "x", check), at_most("n_q", 0))) == "1"
 
 
