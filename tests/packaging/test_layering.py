@@ -15,25 +15,27 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings",
-    "dispatch records quants tail request",
+    "dispatch records quants tail request calls",
     "backend registry",
-    "plan cache pages state memory split engine drafts metrics",
+    "plan cache step bias pages state memory split engine drafts metrics",
     "cpu simt cuda hip opencl vulkan",
     "testing bench cli integrations prompts",
 )
 LAYER = {name: level for level, line in enumerate(LAYERS) for name in line.split()}
 STDLIB_ONLY_BELOW = 2  # the first two layers
 NUMPY_TOO = {"records", "quants"}
-# These may name anything, but only inside a function: nothing is loaded before it is asked for.
+# These may name anything, but not where it is loaded at import: only inside a function, or for the
+# type checker.
 LAZY = {"registry", "__init__"}
 
 
 def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
-    """(dotted target, line, at module level) of every import, also ``import_module("literal")``."""
+    """(dotted target, line, run at import) of every import, also ``import_module("literal")``."""
     inside = {
         id(child)
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
         for child in ast.walk(node)
     }
     for node in ast.walk(tree):
@@ -110,6 +112,9 @@ def test_the_package_keeps_its_layers() -> None:
         ("__init__.py", "def __getattr__(n):\n    from kvkernels.plan import plan\n", False),
         ("__init__.py", "from kvkernels.plan import plan\n", True),
         ("__init__.py", "import numpy\n", True),
+        ("__init__.py", "if TYPE_CHECKING:\n    from kvkernels.plan import plan\n", False),
+        ("op.py", "if TYPE_CHECKING:\n    from kvkernels.plan import plan\n", True),
+        ("op.py", "if typing.TYPE_CHECKING:\n    import numpy\n", True),
         ("cpu/table.py", "import numba\nfrom kvkernels.plan import Plan\n", False),
         ("cpu/table.py", "from kvkernels.bench import measure\n", True),
         ("surprise.py", "", True),
