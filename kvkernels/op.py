@@ -337,5 +337,5 @@ def _op_from_json(data: Mapping[str, Any] | str) -> AttentionOp:
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"op.{name}", found=value, needed="a finite number")
     if "kind" in values:
-        values["kind"] = OpKind(_name("op.kind", values["kind"], tuple(OpKind)))
+        values["kind"] = OpKind(_name("op.kind", values["kind"], [k.value for k in OpKind]))
     return AttentionOp(**values)

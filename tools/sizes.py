@@ -1,6 +1,6 @@
 """Line counts per module. Exit 1 when one is over the limit.
 
-Counted are lines that are neither blank nor only a comment; docstrings count, since they are read too.
+Counted are lines that are neither blank nor only a comment. Docstrings count: they are read too.
 """
 
 from __future__ import annotations

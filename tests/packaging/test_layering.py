@@ -15,51 +15,57 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings",
-    "dispatch records quants tail request",
+    "dispatch records quants tail request calls",
     "backend registry",
-    "plan cache pages state memory split engine drafts metrics",
+    "plan cache step bias pages state memory split engine drafts metrics",
     "cpu simt cuda hip opencl vulkan",
     "testing bench cli integrations prompts",
 )
 LAYER = {name: level for level, line in enumerate(LAYERS) for name in line.split()}
 STDLIB_ONLY_BELOW = 2  # the first two layers
 NUMPY_TOO = {"records", "quants"}
-# These may name anything, but only inside a function: nothing is loaded before it is asked for.
+# These may name anything, but not where it is loaded at import: only inside a function, or for the
+# type checker.
 LAZY = {"registry", "__init__"}
 
 
-def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
-    """(dotted target, line, at module level) of every import, also ``import_module("literal")``."""
-    inside = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        top = id(node) not in inside
+def nodes(node: ast.AST, when: str = "import") -> Iterator[tuple[ast.AST, str]]:
+    """Every node under ``node``, and when it runs: at ``import``, on a ``call``, or ``never``."""
+    for child in ast.iter_child_nodes(node):
+        then = when
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            then = "call" if when == "import" else when
+        typing_only = isinstance(node, ast.If) and child in node.body
+        if typing_only and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            then = "never"
+        yield child, then
+        yield from nodes(child, then)
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, str]]:
+    """(dotted target, line, when it runs) of every import, also ``import_module("literal")``."""
+    for node, when in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno, top
+                yield alias.name, node.lineno, when
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = package.split(".")
-                base = ".".join([*parts[: len(parts) - node.level + 1], *base.split(".")]).strip(
-                    "."
-                )
+                parent = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parent, *base.split(".")]).strip(".")
             if base == "kvkernels":  # ``from kvkernels import op`` names a module, not an attribute
                 for alias in node.names:
-                    yield f"kvkernels.{alias.name}", node.lineno, top
+                    yield f"kvkernels.{alias.name}", node.lineno, when
             else:
-                yield base, node.lineno, top
+                yield base, node.lineno, when
         elif (
             isinstance(node, ast.Call)
             and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
             and node.args
             and isinstance(node.args[0], ast.Constant)
         ):
-            yield str(node.args[0].value), node.lineno, top
+            yield str(node.args[0].value), node.lineno, when
 
 
 def violations(root: Path) -> list[str]:
@@ -74,15 +80,15 @@ def violations(root: Path) -> list[str]:
         level = LAYER.get(own, -1)  # the root __init__ is below everything: only lazy imports
         tree = ast.parse(path.read_text(encoding="utf-8"))
         package = ".".join(("kvkernels", *relative.parts[:-1]))
-        for target, line, top in imports(tree, package):
+        for target, line, when in imports(tree, package):
             head, _, rest = target.partition(".")
             name = rest.partition(".")[0]
             where = f"{relative}:{line}"
             if head != "kvkernels":
                 allowed = head in sys.stdlib_module_names or (own in NUMPY_TOO and head == "numpy")
-                if level < STDLIB_ONLY_BELOW and not allowed:
+                if level < STDLIB_ONLY_BELOW and not allowed and when != "never":
                     found.append(f"{where}: layer {level} imports {head}")
-            elif name in LAYER and LAYER[name] > level and (top or own not in LAZY):
+            elif name in LAYER and LAYER[name] > level and (when == "import" or own not in LAZY):
                 found.append(f"{where}: {own} (layer {level}) imports {name} (layer {LAYER[name]})")
     return found
 
@@ -110,6 +116,11 @@ def test_the_package_keeps_its_layers() -> None:
         ("__init__.py", "def __getattr__(n):\n    from kvkernels.plan import plan\n", False),
         ("__init__.py", "from kvkernels.plan import plan\n", True),
         ("__init__.py", "import numpy\n", True),
+        ("__init__.py", "if TYPE_CHECKING:\n    from kvkernels.plan import plan\n", False),
+        ("op.py", "if TYPE_CHECKING:\n    from kvkernels.plan import plan\n", True),
+        ("op.py", "if typing.TYPE_CHECKING:\n    import numpy\n", False),
+        ("op.py", "if TYPE_CHECKING:\n    pass\nelse:\n    import numpy\n", True),
+        ("op.py", "if X:\n    import numpy\n", True),
         ("cpu/table.py", "import numba\nfrom kvkernels.plan import Plan\n", False),
         ("cpu/table.py", "from kvkernels.bench import measure\n", True),
         ("surprise.py", "", True),
