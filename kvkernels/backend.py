@@ -49,7 +49,9 @@ class BackendStatus:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A caller's array as the device's kernels take it, and the name of its own dtype ("f32", "f16", "bf16")."""
+    """A caller's array as the device's kernels take it, and the name of its own dtype ("f32",
+    "f16", "bf16").
+    """
 
     array: Any
     dtype: str
@@ -83,7 +85,9 @@ class Device(Protocol):
         """An array for results."""
 
     def first_unfit(self, rows: Any, *, stored: bool) -> tuple[int, ...] | None:
-        """Index of the first value that cannot be used (``stored``: that cannot be kept), or None."""
+        """Index of the first value that cannot be used (``stored``: that cannot be kept),
+        or None.
+        """
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Run ``entry`` for a confirmed ``op``; ``call`` is one of ``kvkernels.calls``."""

@@ -1,4 +1,6 @@
-"""Masks, biases and sink logits that a caller passes: checked once, described for the decision (B4, F35)."""
+"""Masks, biases and sink logits that a caller passes: checked once,
+described for the decision (B4, F35).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _ADDITIVE = ("float16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """One mask per view (or None), and the two facts a requirement can name: kind and row stride in elements."""
+    """One mask per view (or None), and the two facts a requirement can name:
+    kind and row stride in elements.
+    """
 
     masks: tuple[Any | None, ...]
     kind: str = "none"

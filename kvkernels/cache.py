@@ -1,8 +1,9 @@
 """The cache: published state of every sequence, and the step that replaces it.
 
-A sequence's state is a frozen value (length, pages per class). A step reads published pages, keeps the new rows in the
-caller's arrays, and on commit writes only pages that no published state shows; then the whole state is replaced by one
-assignment. Whatever fails before that leaves the cache as it was (C8).
+A sequence's state is a frozen value (length, pages per class). A step reads published pages, keeps
+the new rows in the caller's arrays, and on commit writes only pages that no published state shows;
+then the whole state is replaced by one assignment. Whatever fails before that leaves the cache as
+it was (C8).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from kvkernels.dispatch import Decision, confirm
 from kvkernels.errors import CapacityError, InputError, RollbackError, StepError
@@ -35,8 +35,8 @@ class SeqState:
 class Cache:
     """Compressed K and V of several sequences; made by ``Plan.allocate()``.
 
-    Sequence ids are any whole numbers >= 0, at most ``n_seq`` of them at a time; a sequence begins with its first
-    step. Not thread-safe.
+    Sequence ids are any whole numbers >= 0, at most ``n_seq`` of them at a time; a sequence begins
+    with its first step. Not thread-safe.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -60,7 +60,8 @@ class Cache:
         self._decisions: dict[AttentionOp, Decision] = {}
         self._open: Step | None = None
 
-    # --- reading ------------------------------------------------------------------------------------
+    # --- reading
+    # ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
@@ -84,13 +85,15 @@ class Cache:
         fields["kv_transient_bytes"] = self.device.transient_bytes
         return Memory(**fields)
 
-    # --- changing -----------------------------------------------------------------------------------
+    # --- changing
+    # -----------------------------------------------------------------------------------
 
     def step(self, n_tokens: Mapping[int, int]) -> Step:
-        """Begin a step that adds ``n_tokens[seq]`` rows to each sequence, in that order in the arrays.
+        """Begin a step that adds ``n_tokens[seq]`` rows to each sequence, in that order in the
+        arrays.
 
-        Use as a context manager: leaving it commits all layers at once, an exception discards the step. Raises
-        InputError, CapacityError or StepError before anything happens.
+        Use as a context manager: leaving it commits all layers at once, an exception discards the
+        step. Raises InputError, CapacityError or StepError before anything happens.
         """
         self._idle("begin a step")
         if not isinstance(n_tokens, Mapping) or not n_tokens:
@@ -103,12 +106,14 @@ class Cache:
             _whole(f"n_tokens[{seq}]", rows, 1)
             if self.length(seq) + rows > limits.n_ctx:
                 raise CapacityError(
-                    f"sequence {seq}: {self.length(seq)} tokens + {rows} rows exceed n_ctx={limits.n_ctx}"
+                    f"sequence {seq}: {self.length(seq)} tokens + {rows} rows exceed "
+                    f"n_ctx={limits.n_ctx}"
                 )
         total = sum(n_tokens.values())
         if total > limits.n_ubatch:
             raise CapacityError(
-                f"the step has {total} rows, n_ubatch is {limits.n_ubatch}; split it into several steps"
+                f"the step has {total} rows, n_ubatch is {limits.n_ubatch}; "
+                "split it into several steps"
             )
         known = len(self._state.keys() | n_tokens.keys())
         if known > limits.n_seq:
@@ -119,7 +124,9 @@ class Cache:
         return self._open
 
     def rollback(self, seq: int, n: int) -> None:
-        """Take back the newest ``n`` rows of a sequence: metadata only. Beyond the horizon: RollbackError (C5)."""
+        """Take back the newest ``n`` rows of a sequence: metadata only. Beyond the horizon:
+        RollbackError (C5).
+        """
         self._idle("roll back")
         state = self._existing(seq)
         _whole("n", n, 0)
@@ -127,8 +134,9 @@ class Cache:
         if n > largest:
             target = max(0, state.n - n)
             raise RollbackError(
-                f"sequence {seq} has {state.n} rows and can take back {largest} of them, not {n}; older exact rows "
-                f"are sealed. Call rewind({seq}, {target // GROUP * GROUP}) and process again from there",
+                f"sequence {seq} has {state.n} rows and can take back {largest} of them, not {n}; "
+                f"older exact rows are sealed. Call rewind({seq}, {target // GROUP * GROUP}) "
+                "and process again from there",
                 largest=largest,
                 boundary=target // GROUP * GROUP,
             )
@@ -137,8 +145,8 @@ class Cache:
     def rewind(self, seq: int, to: int) -> None:
         """Shorten a sequence to ``to`` rows, a multiple of 128: where a reprocess can start.
 
-        Records before the boundary stay as they are. Raises RollbackError when a window has already dropped groups
-        that the next query would see.
+        Records before the boundary stay as they are. Raises RollbackError when a window has already
+        dropped groups that the next query would see.
         """
         self._idle("rewind")
         state = self._existing(seq)
@@ -162,7 +170,9 @@ class Cache:
         self._publish(rest, gone=[state])
 
     def fork(self, src: int, dst: int) -> None:
-        """``dst`` becomes a copy of ``src``; an old ``dst`` is forgotten. Pages are shared until one side writes."""
+        """``dst`` becomes a copy of ``src``; an old ``dst`` is forgotten.
+        Pages are shared until one side writes.
+        """
         self._idle("fork a sequence")
         state = self._existing(src)
         _whole("dst", dst, 0)
@@ -175,7 +185,9 @@ class Cache:
         self._publish({**self._state, dst: state}, gone=[old] if old else [])
 
     def reorder(self, order: Mapping[int, int]) -> None:
-        """Sequence ``i`` becomes what sequence ``order[i]`` was, for all at once (beam search); others stay."""
+        """Sequence ``i`` becomes what sequence ``order[i]`` was, for all at once (beam search);
+        others stay.
+        """
         self._idle("reorder sequences")
         sources = {dst: self._existing(src) for dst, src in order.items()}
         fresh = sources.keys() - self._state.keys()
@@ -192,10 +204,13 @@ class Cache:
         kept = {seq: self._existing(seq) for seq in keep}
         self._publish(kept, gone=[s for seq, s in self._state.items() if seq not in kept])
 
-    # --- for the step -------------------------------------------------------------------------------
+    # --- for the step
+    # -------------------------------------------------------------------------------
 
     def confirm(self, layer: int, op: AttentionOp) -> Decision:
-        """The entry for a final built operation; RouteMismatch when it is weaker than planned. Memoised."""
+        """The entry for a final built operation; RouteMismatch when it is weaker than planned.
+        Memoised.
+        """
         found = self._decisions.get(op)
         if found is None:
             if len(self._decisions) > 4096:
@@ -221,7 +236,8 @@ class Cache:
         """A sequence with no rows."""
         return SeqState(0, tuple(SeqPages() for _ in self.classes))
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- inside
+    # -------------------------------------------------------------------------------------
 
     def _publish(
         self,
@@ -232,8 +248,8 @@ class Cache:
     ) -> None:
         """Replace the published state, then let go of pages.
 
-        ``evolved``: sequences whose new state grew out of this old one, so that common pages stay held once.
-        ``gone``: old states that nothing continues.
+        ``evolved``: sequences whose new state grew out of this old one, so that common pages stay
+        held once. ``gone``: old states that nothing continues.
         """
         self._state = MappingProxyType(dict(state))
         for seq, before in (evolved or {}).items():

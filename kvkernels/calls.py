@@ -1,4 +1,6 @@
-"""What a device is asked to run: plain arguments of each operation kind, the same for every backend."""
+"""What a device is asked to run: plain arguments of each operation kind,
+the same for every backend.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GroupWrite:
-    """What a commit does with one group: rows ``row .. row + rows`` come from step rows ``source ..``.
+    """What a commit does with one group: rows ``row .. row + rows`` come from step rows ``source
+    ..``.
 
-    ``block``: exact block that keeps the rows, -1 = none (the group is sealed from a transient tile). ``base``: block
-    that holds rows ``0 .. row`` now; different from ``block`` when they must be copied first. ``slot``: record slot
-    to seal the completed group into, -1 = not sealed.
+    ``block``: exact block that keeps the rows, -1 = none (the group is sealed from a transient
+    tile). ``base``: block that holds rows ``0 .. row`` now; different from ``block`` when they must
+    be copied first. ``slot``: record slot to seal the completed group into, -1 = not sealed.
     """
 
     group: int
@@ -36,7 +39,9 @@ class GroupWrite:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One run of exact rows: block, position of its first row, rows, and whether a record holds them too."""
+    """One run of exact rows: block, position of its first row, rows,
+    and whether a record holds them too.
+    """
 
     block: int
     base: int
@@ -46,7 +51,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class SeqView:
-    """What attention sees of one sequence in one class: published pages, and where its query rows are."""
+    """What attention sees of one sequence in one class: published pages,
+    and where its query rows are.
+    """
 
     seq: int
     q_start: int
@@ -67,8 +74,9 @@ class LayerBuffers:
     """Device memory of one layer.
 
     k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact, v_exact: fp16
-    [n_kv_head, blocks, 128, D], rotated; q_exact: fp16 [n_head, blocks, 128, D], rotated, or None when queries are
-    not staged. One KV head's records are contiguous, heads are never interleaved (codec.md 5b).
+    [n_kv_head, blocks, 128, D], rotated; q_exact: fp16 [n_head, blocks, 128, D], rotated, or None
+    when queries are not staged. One KV head's records are contiguous, heads are never interleaved
+    (codec.md 5b).
     """
 
     k_records: Any
@@ -85,8 +93,8 @@ class LayerBuffers:
 class Batch:
     """The sequences of one launch; shared by all layers of a page class in one step.
 
-    ``prepared`` is for a backend to keep what it derives from the views (launch lists, uploaded tables), so that
-    host work happens once per step.
+    ``prepared`` is for a backend to keep what it derives from the views (launch lists, uploaded
+    tables), so that host work happens once per step.
     """
 
     views: tuple[SeqView, ...]
@@ -96,11 +104,13 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttendCall:
-    """Attention of one layer. q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D] float32, un-rotated.
+    """Attention of one layer. q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D] float32,
+    un-rotated.
 
-    ``masks[i]`` belongs to ``batch.views[i]``: None, or bool (True = visible) or additive float, broadcastable to
-    [n_head, n_q, n_kv]. ``out`` [n_rows, n_head, D] float32 and ``lse`` [n_rows, n_head] float32 (natural log,
-    -inf where nothing is visible) are written for the rows of the views only. k and v may be None: no current rows.
+    ``masks[i]`` belongs to ``batch.views[i]``: None, or bool (True = visible) or additive float,
+    broadcastable to [n_head, n_q, n_kv]. ``out`` [n_rows, n_head, D] float32 and ``lse`` [n_rows,
+    n_head] float32 (natural log, -inf where nothing is visible) are written for the rows of the
+    views only. k and v may be None: no current rows.
     """
 
     layer: LayerSpec
@@ -118,10 +128,11 @@ class AttendCall:
 
 @dataclass(frozen=True, slots=True)
 class CommitCall:
-    """Stage new rows and seal the groups they complete; touches only pages no published state shows.
+    """Stage new rows and seal the groups they complete; touches only pages no published state
+    shows.
 
-    k, v: float32 [n_rows, n_kv_head, D]; q: float32 [n_rows, n_head, D] or None. Rows are rotated, rounded to fp16,
-    and only then quantised (codec.md section 2).
+    k, v: float32 [n_rows, n_kv_head, D]; q: float32 [n_rows, n_head, D] or None. Rows are rotated,
+    rounded to fp16, and only then quantised (codec.md section 2).
     """
 
     layer: LayerSpec
@@ -134,7 +145,9 @@ class CommitCall:
 
 @dataclass(frozen=True, slots=True)
 class MaterializeCall:
-    """Decode record slots to float32 rows of the rotated domain: k_out, v_out [n_kv_head, len(slots) * 128, D]."""
+    """Decode record slots to float32 rows of the rotated domain: k_out, v_out [n_kv_head,
+    len(slots) * 128, D].
+    """
 
     layer: LayerSpec
     buffers: LayerBuffers

@@ -1,6 +1,7 @@
 """The exceptions that leave this library. Standard library only.
 
-A user's mistake raises one of these; ``assert`` is for our own invariants; no third-party exception escapes.
+A user's mistake raises one of these; ``assert`` is for our own invariants; no third-party exception
+escapes.
 """
 
 from __future__ import annotations
@@ -27,18 +28,22 @@ class InputError(KvkError, ValueError):
 
 
 class NonFiniteError(InputError):
-    """NaN or infinity in K, V or Q: names layer, sequence and the first position (codec.md section 8)."""
+    """NaN or infinity in K, V or Q: names layer,
+    sequence and the first position (codec.md section 8).
+    """
 
 
 class RequestError(InputError):
-    """A request (type name, tail, encoder, entry) cannot be understood or met; shows what would be valid."""
+    """A request (type name, tail, encoder, entry) cannot be understood or met;
+    shows what would be valid.
+    """
 
 
 class UnsupportedOp(KvkError):
     """No route for at least one operation.
 
-    ``decisions`` hold every row tried with every unmet requirement; ``labels``, one per decision when given, say whose
-    operation it is (for example ``layers 0-35``).
+    ``decisions`` hold every row tried with every unmet requirement; ``labels``, one per decision
+    when given, say whose operation it is (for example ``layers 0-35``).
     """
 
     def __init__(self, decisions: Iterable[Any], labels: Iterable[str] = ()) -> None:
@@ -54,7 +59,8 @@ class RouteMismatch(KvkError):
     def __init__(self, planned: Any, final: Any) -> None:
         self.planned, self.final = planned, final
         super().__init__(
-            f"planned {planned.route} by {planned.entry}, but the final operation gives:\n{final.explain()}\n"
+            f"planned {planned.route} by {planned.entry}, but the final operation gives:\n"
+            f"{final.explain()}\n"
             "Plan again with limits that cover this operation."
         )
 
@@ -84,7 +90,9 @@ class RollbackError(KvkError):
 
 
 class StepError(KvkError):
-    """A step was used in the wrong order: closed, layer attended twice or not at all, unknown sequence."""
+    """A step was used in the wrong order: closed, layer attended twice or not at all,
+    unknown sequence.
+    """
 
 
 class DeviceLost(KvkError):

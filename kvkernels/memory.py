@@ -1,4 +1,6 @@
-"""Bytes of a cache, with the field names of semantics M1: predicted by the plan and reported by the cache."""
+"""Bytes of a cache, with the field names of semantics M1:
+predicted by the plan and reported by the cache.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Group tables: which physical slot holds which 128-token group of which sequence (pure integers).
 
-Layers with the same window and sink are one *page class*: they seal and free the same groups at the same time, so one
-table serves all of them and host work is done once per step, not once per layer. A class owns two pools of physical
-pages: record slots (sealed groups) and blocks (exact fp16 rows of sinks, previous and open group). Pages are reference
-counted, so a fork shares them and copies a block only when it writes (C6).
+Layers with the same window and sink are one *page class*: they seal and free the same groups at the
+same time, so one table serves all of them and host work is done once per step, not once per layer.
+A class owns two pools of physical pages: record slots (sealed groups) and blocks (exact fp16 rows
+of sinks, previous and open group). Pages are reference counted, so a fork shares them and copies a
+block only when it writes (C6).
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class PagePool:
 class SeqPages:
     """Pages of one sequence in one class: immutable, replaced whole.
 
-    ``table[g]`` is the record slot of group g, -1 where there is none (sink, freed); it ends at the last sealed
-    group. ``blocks[g]`` is the exact block of group g. Groups below ``first`` were freed (windowed classes).
+    ``table[g]`` is the record slot of group g, -1 where there is none (sink, freed); it ends at the
+    last sealed group. ``blocks[g]`` is the exact block of group g. Groups below ``first`` were
+    freed (windowed classes).
     """
 
     table: Table = field(default_factory=lambda: np.empty(0, np.int32))
@@ -94,8 +96,8 @@ class PageClass:
     ) -> tuple[int, int]:
         """(record slots, exact blocks) that never run out within these limits.
 
-        Blocks: sinks, previous and open group, one new group per sequence in a step, and one more for each sequence
-        whose step crosses two group boundaries, which takes at least 130 rows.
+        Blocks: sinks, previous and open group, one new group per sequence in a step, and one more
+        for each sequence whose step crosses two group boundaries, which takes at least 130 rows.
         """
         full = n_ctx // GROUP - sink_tokens // GROUP
         if window is None:
@@ -112,7 +114,8 @@ class PageClass:
     ) -> tuple[SeqPages, list[GroupWrite]]:
         """Pages of the sequence after ``rows`` more tokens, and how to fill them.
 
-        Pages taken are appended to ``taken`` at once, so that a caller can give them back whatever happens next.
+        Pages taken are appended to ``taken`` at once, so that a caller can give them back whatever
+        happens next.
         """
 
         def take(pool: PagePool) -> int:
@@ -146,14 +149,18 @@ class PageClass:
         return SeqPages(table, kept, first), writes
 
     def truncate(self, pages: SeqPages, n: int) -> SeqPages:
-        """Pages after a rollback to ``n`` tokens: the group that holds row n is open again and loses its record."""
+        """Pages after a rollback to ``n`` tokens: the group that holds row n is open again and
+        loses its record.
+        """
         open_group = n // GROUP
         last = open_group if n % GROUP else open_group - 1
         kept = {g: b for g, b in pages.blocks.items() if g <= last}
         return SeqPages(pages.table[:open_group], kept, min(pages.first, open_group))
 
     def lowest(self, pages: SeqPages, n: int) -> int:
-        """Smallest length a rollback can reach: back through groups whose exact rows are still here (C3, C5)."""
+        """Smallest length a rollback can reach: back through groups whose exact rows are still
+        here (C3, C5).
+        """
         group = n // GROUP
         if n % GROUP and group not in pages.blocks:
             return n  # pragma: no cover - an open group always has its rows
@@ -182,7 +189,8 @@ class PageClass:
     def _first_kept(self, first: int, n: int) -> int:
         if self.window is None:
             return first
-        # The oldest query that can still come sits one horizon (two groups) back and sees `window` keys.
+        # The oldest query that can still come sits one horizon (two groups) back and sees `window`
+        # keys.
         return max(first, (n - (2 * GROUP - 1) - self.window) // GROUP)
 
 

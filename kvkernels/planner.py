@@ -1,4 +1,6 @@
-"""The plan: every layer's decisions at the corners of what it will do, before any byte is allocated."""
+"""The plan: every layer's decisions at the corners of what it will do,
+before any byte is allocated.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,11 @@ if TYPE_CHECKING:
 class Limits:
     """What a cache must hold and what a step may do. All counts in tokens unless said otherwise.
 
-    n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: rows that can always be
-    taken back; verify: largest number of draft rows checked in one decode; keep_queries: stage the rotated queries of
-    open groups (for encoders that use them); window_chunk: tokens materialised at a time in prefill (None: from
-    ``KVK_WINDOW_CHUNK``, default 65536; 0 and below: 65536).
+    n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: rows
+    that can always be taken back; verify: largest number of draft rows checked in one decode;
+    keep_queries: stage the rotated queries of open groups (for encoders that use them);
+    window_chunk: tokens materialised at a time in prefill (None: from ``KVK_WINDOW_CHUNK``, default
+    65536; 0 and below: 65536).
     """
 
     n_ctx: int
@@ -79,7 +82,9 @@ class Plan:
     window_chunk: int
 
     def op(self, layer: int, *, n_q: int = 1, n_kv: int | None = None) -> AttentionOp:
-        """The operation that attention of ``layer`` would build for one sequence (for ``kvk.explain``)."""
+        """The operation that attention of ``layer`` would build for one sequence (for
+        ``kvk.explain``).
+        """
         if not 0 <= layer < len(self.layers):
             raise InputError("layer", found=layer, needed=f"0..{len(self.layers) - 1}")
         n_kv = self.limits.n_ctx if n_kv is None else n_kv
@@ -145,7 +150,9 @@ def page_key(spec: LayerSpec) -> tuple[int | None, int]:
 
 
 def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -> AttentionOp:
-    """The attention of ``n_q`` new rows when ``n_kv`` rows are visible to the last, new ones included."""
+    """The attention of ``n_q`` new rows when ``n_kv`` rows are visible to the last,
+    new ones included.
+    """
     past = n_kv - n_q
     sealed = past // GROUP * GROUP
     given: dict[str, Any] = {
@@ -162,9 +169,11 @@ def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -
 def plan(
     layers: Sequence[LayerSpec], device: Device, limits: Limits, policy: Policy | None = None
 ) -> Plan:
-    """Decide for every layer at n_q in {1, verify, n_ubatch} x n_kv in {shortest, n_ctx}, and for its commit.
+    """Decide for every layer at n_q in {1, verify, n_ubatch} x n_kv in {shortest, n_ctx}, and for
+    its commit.
 
-    Raises UnsupportedOp that lists every refused layer with every reason; nothing is allocated then.
+    Raises UnsupportedOp that lists every refused layer with every reason; nothing is allocated
+    then.
     """
     if not layers:
         raise InputError("layers", found="none", needed="at least one LayerSpec")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkernels.backend import Rows
 from kvkernels.bias import Bias, by_sequence, check_bias, check_sink_logits
-from kvkernels.calls import AttendCall, Batch, CommitCall, GroupWrite
+from kvkernels.calls import AttendCall, Batch, CommitCall, GroupWrite, SeqView
 from kvkernels.dispatch import Decision
 from kvkernels.errors import InputError, NonFiniteError, StepError
 from kvkernels.pages import PagePool, SeqPages, view
@@ -16,12 +16,15 @@ from kvkernels.planner import attend_op
 if TYPE_CHECKING:
     from kvkernels.cache import Cache, SeqState
 
-# From this many query rows of one sequence on, a launch is a prefill; set by the decode entries' own limit.
+# From this many query rows of one sequence on, a launch is a prefill; set by the decode entries'
+# own limit.
 _DECODE_ROWS = 16
 
 
 class Step:
-    """Made by ``Cache.step``. Attend every layer once, then leave the ``with`` block (or call ``commit``)."""
+    """Made by ``Cache.step``. Attend every layer once,
+    then leave the ``with`` block (or call ``commit``).
+    """
 
     def __init__(self, cache: Cache, n_tokens: dict[int, int]) -> None:
         self._cache = cache
@@ -36,7 +39,8 @@ class Step:
         """Position of every row of the step, in array order: what RoPE needs."""
         return [self._cache.length(seq) + i for seq, n in self.n_tokens.items() for i in range(n)]
 
-    # --- attention ----------------------------------------------------------------------------------
+    # --- attention
+    # ----------------------------------------------------------------------------------
 
     def attend(
         self,
@@ -50,16 +54,19 @@ class Step:
         out: Any = None,
         lse: Any = None,
     ) -> Any:
-        """Attention of one layer over its cached rows and these new ones; the new rows become the layer's at commit.
+        """Attention of one layer over its cached rows and these new ones; the new rows become the
+        layer's at commit.
 
-        q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D], float32 / float16 / bfloat16, un-rotated, RoPE already
-        applied; rows of the sequences one after the other in the order of ``step({...})``. ``mask``: bool (True =
-        visible) or additive float, broadcastable to [n_head, n_q, n_kv] with n_kv = rows before + n_q; for several
-        sequences a mapping {sequence id: mask}. ``sink_logits`` [n_head] join the denominator (only, and always, when
-        the layer was planned with them). Returns ``out``, float32 [n_rows, n_head, D]; ``lse`` float32
+        q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D], float32 / float16 / bfloat16,
+        un-rotated, RoPE already applied; rows of the sequences one after the other in the order of
+        ``step({...})``. ``mask``: bool (True = visible) or additive float, broadcastable to
+        [n_head, n_q, n_kv] with n_kv = rows before + n_q; for several sequences a mapping {sequence
+        id: mask}. ``sink_logits`` [n_head] join the denominator (only, and always, when the layer
+        was planned with them). Returns ``out``, float32 [n_rows, n_head, D]; ``lse`` float32
         [n_rows, n_head] is filled when given. The arrays must not change before the commit.
 
-        Raises InputError (shape, dtype, device), NonFiniteError, StepError, RouteMismatch; nothing is stored then.
+        Raises InputError (shape, dtype, device), NonFiniteError, StepError, RouteMismatch; nothing
+        is stored then.
         """
         self._check_open()
         cache = self._cache
@@ -131,9 +138,12 @@ class Step:
     def _batch(self, index: int) -> list[Batch]:
         """The sequences of this step seen in one page class, decodes and prefills apart.
 
-        The split depends only on a sequence's own rows, so its result is the same alone or in company (B7).
+        The split depends only on a sequence's own rows, so its result is the same alone or in
+        company (B7).
         """
-        cache, small, large, at = self._cache, [], [], 0
+        cache, at = self._cache, 0
+        small: list[SeqView] = []
+        large: list[SeqView] = []
         for seq, rows in self.n_tokens.items():
             state = cache.state.get(seq) or cache.empty_state()
             seen = view(
@@ -159,8 +169,8 @@ class Step:
             seq, offset = self._sequence_of(bad[0])
             value = float(rows.array[bad])
             raise NonFiniteError(
-                f"{name} of layer {layer}, sequence {seq}, position {self._cache.length(seq) + offset}, "
-                f"head {bad[1]}, channel {bad[2]}",
+                f"{name} of layer {layer}, sequence {seq}, "
+                f"position {self._cache.length(seq) + offset}, head {bad[1]}, channel {bad[2]}",
                 found=value,
                 needed="finite values whose rotated row stays within fp16 (65504)",
             )
@@ -173,10 +183,13 @@ class Step:
             row -= n
         raise AssertionError("row outside the step")  # pragma: no cover
 
-    # --- end ----------------------------------------------------------------------------------------
+    # --- end
+    # ----------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Store the new rows of all layers and publish them at once; every layer must have been attended."""
+        """Store the new rows of all layers and publish them at once;
+        every layer must have been attended.
+        """
         self._check_open()
         cache = self._cache
         missing = [i for i in range(len(cache.plan.layers)) if i not in self._rows]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.calls import CommitCall, MaterializeCall
+from kvkernels.calls import CommitCall, GroupWrite, MaterializeCall
 from kvkernels.cpu.kernels.codec import rotate_rows_to_half, seal_head
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.prefill import materialize_head
 from kvkernels.cpu.scratch import Scratch
-from kvkernels.pages import GroupWrite
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 
 Halves = NDArray[np.uint16]
 
 
 def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
-    """Write staged rows and records of every group in ``call.writes``; one group's tiles are transient at a time."""
+    """Write staged rows and records of every group in ``call.writes``;
+    one group's tiles are transient at a time.
+    """
     layer, buffers = call.layer, call.buffers
     sides = [
         (call.k, buffers.k_exact, layer.n_kv_head, Side.K, layer.k_bits, buffers.k_records),
@@ -39,7 +40,9 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
 def _stage(
     write: GroupWrite, rows: NDArray[np.float32], blocks: Halves, scratch: Scratch
 ) -> Halves:
-    """Rotate the new rows, round them to fp16, put them into their block; returns the tiles [heads, 128, D]."""
+    """Rotate the new rows, round them to fp16, put them into their block;
+    returns the tiles [heads, 128, D].
+    """
     n_head, _, _, dim = blocks.shape
     source = rows[write.source : write.source + write.rows].reshape(-1, dim)
     half = scratch.get("rotated_rows", source.shape, np.uint16)
@@ -66,7 +69,8 @@ def _seal(
                 failed.append(h)
 
     pool.ranges(work, len(tiles))
-    # Finite fp16 rows always have finite axes (codec.md section 8); rows are checked before they get here.
+    # Finite fp16 rows always have finite axes (codec.md section 8); rows are checked before they
+    # get here.
     assert not failed, f"axes of KV heads {failed} left the fp16 range"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 
 MAX_N_Q = 16
-#: sealed groups per work item: fixed, so that the order of additions never depends on threads or batch mates (B7)
+#: sealed groups per work item: fixed, so that the order of additions never depends on threads or
+#: batch mates (B7)
 CHUNK = 16
 
 Ints = NDArray[np.int64]
@@ -29,7 +31,9 @@ _NO_TILE = np.zeros((1, 4), np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Launch lists of one batch for layers with ``n_kv_head`` heads (see ``kernels/attend.py`` for the columns)."""
+    """Launch lists of one batch for layers with ``n_kv_head`` heads (see ``kernels/attend.py`` for
+    the columns).
+    """
 
     seqs: Ints
     items: Ints
@@ -48,7 +52,11 @@ def work_of(batch: Batch, n_kv_head: int, current: bool) -> Work:
 
 
 def _build(batch: Batch, n_kv_head: int, current: bool) -> Work:
-    seqs, items, tiles, heads, tables = [], [], [], [], []
+    seqs: list[tuple[int, ...]] = []
+    items: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
+    heads: list[tuple[int, ...]] = []
+    tables = []
     table_at = 0
     for s, v in enumerate(batch.views):
         seqs.append((v.q_start, v.n_q, v.n_past, table_at, v.twin_group, -1, 0, 0))
@@ -57,11 +65,12 @@ def _build(batch: Batch, n_kv_head: int, current: bool) -> Work:
         first_tile = len(tiles)
         tiles += [(t.block, t.base, t.rows, int(t.twin)) for t in v.tiles]
         start, stop = v.body
-        # Chunk edges sit on fixed group numbers, so a longer context keeps the shorter one's partial sums.
+        # Chunk edges sit on fixed group numbers, so a longer context keeps the shorter one's
+        # partial sums.
         edges = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
         for h in range(n_kv_head):
             begin = len(items)
-            for a, b in zip(edges, edges[1:], strict=False):
+            for a, b in pairwise(edges):
                 if a < b:
                     items.append((s, h, kernels.BODY, a, b, len(items)))
             if v.tiles:
@@ -132,7 +141,8 @@ def attend_decode(call: AttendCall, scratch: Scratch, pool: ThreadPool) -> None:
         buffers.k_exact, buffers.v_exact, k_new, v_new, pm, pl, po,
     )  # fmt: skip
     pool.ranges(lambda a, b: kernels.run_items(a, b, *arguments), parts)
-    # The current rows were summed un-rotated; only the rest has to be rotated back before the two meet.
+    # The current rows were summed un-rotated; only the rest has to be rotated back before the two
+    # meet.
     rotated = scratch.get("out_rotated", (n_rows * layer.n_head, dim), np.float32)
     plain = scratch.get("out_plain", (n_rows * layer.n_head, dim), np.float32)
     has_sinks = call.sink_logits is not None

@@ -25,7 +25,9 @@ _HALF_MAX = 65504.0
 
 
 class CpuDevice:
-    """``cpu:0``. Not thread-safe: one call at a time (each call uses ``n_threads`` threads itself)."""
+    """``cpu:0``. Not thread-safe: one call at a time (each call uses ``n_threads`` threads
+    itself).
+    """
 
     table: tuple[Capability, ...] = TABLE
 

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.pages import SeqView
+from kvkernels.calls import SeqView
 
 
 @lru_cache(maxsize=64)
 def slopes(n_head: int, max_bias: float) -> NDArray[np.float32]:
-    """ALiBi slope per head, float32 [n_head]; all 0 when ``max_bias`` is 0 (background-cache.md 2.3)."""
+    """ALiBi slope per head, float32 [n_head]; all 0 when ``max_bias`` is 0 (background-cache.md
+    2.3).
+    """
     if max_bias <= 0:
         return np.zeros(n_head, np.float32)
     power = 2 ** floor(log2(n_head))
@@ -25,9 +27,11 @@ def slopes(n_head: int, max_bias: float) -> NDArray[np.float32]:
 
 
 def additive(mask: Any, shape: tuple[int, int, int]) -> NDArray[np.float32]:
-    """A 3-d float32 C-contiguous additive mask; axes of size 1 stay 1 (no copy per head for a shared mask).
+    """A 3-d float32 C-contiguous additive mask; axes of size 1 stay 1 (no copy per head for a
+    shared mask).
 
-    ``shape`` is (n_head, n_q, n_kv), already checked to be what ``mask`` broadcasts to. bool: True = visible.
+    ``shape`` is (n_head, n_q, n_kv), already checked to be what ``mask`` broadcasts to. bool: True
+    = visible.
     """
     array = np.asarray(mask)
     array = array.reshape((1,) * (3 - array.ndim) + array.shape)

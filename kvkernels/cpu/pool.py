@@ -1,7 +1,8 @@
 """Threads for nogil kernels: an own small pool instead of Numba's threading layers.
 
-Numba's layers differ by what happens to be installed (omp is not fork-safe, workqueue is not thread-safe, tbb may run
-one thread under a pinned affinity). Work is cut into equal ranges by index, so results never depend on timing.
+Numba's layers differ by what happens to be installed (omp is not fork-safe, workqueue is not
+thread-safe, tbb may run one thread under a pinned affinity). Work is cut into equal ranges by
+index, so results never depend on timing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ThreadPool:
         self._pid = 0
 
     def ranges(self, work: Callable[[int, int], object], n_items: int, *, least: int = 1) -> None:
-        """Run ``work(start, stop)`` over ``0 .. n_items``, at least ``least`` items a thread; re-raise errors."""
+        """Run ``work(start, stop)`` over ``0 .. n_items``, at least ``least`` items a thread;
+        re-raise errors.
+        """
         parts = max(1, min(self.n_threads, n_items // least))
         if parts == 1:
             work(0, n_items)

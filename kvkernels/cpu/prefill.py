@@ -1,27 +1,29 @@
-"""Entries ``cpu/attend_prefill`` and ``cpu/attend_materialized``: any number of query rows, through BLAS.
+"""Entries ``cpu/attend_prefill`` and ``cpu/attend_materialized``: any number of query rows, through
+BLAS.
 
-Records are decoded into a transient float32 window of one KV head at a time (W1); scores exist only for a block of
-query rows by a block of keys, so transient bytes do not depend on n_q * n_kv (W3). The materialised entry is the same
-arithmetic with one window over all keys.
+Records are decoded into a transient float32 window of one KV head at a time (W1); scores exist only
+for a block of query rows by a block of keys, so transient bytes do not depend on n_q * n_kv (W3).
+The materialised entry is the same arithmetic with one window over all keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.calls import AttendCall
+from kvkernels.calls import AttendCall, SeqView
 from kvkernels.cpu import masks
 from kvkernels.cpu.decode import geometry
 from kvkernels.cpu.kernels import attend as kernels
 from kvkernels.cpu.kernels.codec import decode_head, rotate_rows
+from kvkernels.cpu.kernels.prefill import softmax_block
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.op import LayerSpec
-from kvkernels.pages import SeqView
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 
 ROW_BLOCK, KEY_BLOCK = 256, 512
@@ -31,7 +33,9 @@ _NO_MASK = np.zeros(1, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive keys of one source: K and V rows [n, D], position of the first, and how they are seen."""
+    """Consecutive keys of one source: K and V rows [n, D], position of the first,
+    and how they are seen.
+    """
 
     k: Floats
     v: Floats
@@ -103,7 +107,9 @@ def _add_sink(sink: Floats, state: _State, o: Floats) -> None:
 def _past(
     call: AttendCall, view: SeqView, head: int, scratch: Scratch, materialized: bool
 ) -> Iterator[_Run]:
-    """Everything before the current rows: sinks, then record windows, then the newest exact rows."""
+    """Everything before the current rows: sinks, then record windows,
+    then the newest exact rows.
+    """
     layer, dim, buffers = call.layer, call.layer.head_dim, call.buffers
     k_exact = buffers.k_exact.reshape(layer.n_kv_head, -1, GROUP, dim)
     v_exact = buffers.v_exact.reshape(layer.n_kv_head, -1, GROUP, dim)
@@ -126,7 +132,7 @@ def _past(
     edges = [*range(start, stop, groups), stop]
     if start <= view.twin_group < stop:
         edges = sorted({*edges, view.twin_group, view.twin_group + 1})
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         slots = view.table[a:b]
         materialize_head(layer, buffers, slots, head, k, v)
         n = (b - a) * GROUP
@@ -168,7 +174,9 @@ class _State:
 
 @dataclass(slots=True)
 class _Block:
-    """Adds runs of keys to the running softmax, one block of rows by one block of keys at a time."""
+    """Adds runs of keys to the running softmax, one block of rows by one block of keys at a
+    time.
+    """
 
     layer: LayerSpec
     view: SeqView
@@ -199,7 +207,7 @@ class _Block:
                 np.matmul(q[row : row + size], k.T, out=scores[:, :n])
                 mask, mask_head, mask_row = self._mask(first, last, run.base + key, n)
                 part = slice(row, row + size)
-                kernels.softmax_block(
+                softmax_block(
                     scores.reshape(-1), width, self.shape, self.view.n_past, first,
                     self.head * gqa, run.base + key, n, run.twin, run.body,
                     np.float32(self.layer.softcap), slopes, mask, mask_head, mask_row,

@@ -66,6 +66,7 @@ def probe_cpu() -> DeviceCaps:
         driver=f"numba {_version('numba')}",
         facts=facts,
         features=features,
-        # Every entry is run against the float64 reference by the suite and by `kvk parity` on any machine.
+        # Every entry is run against the float64 reference by the suite and by `kvk parity` on any
+        # machine.
         qualified={row.entry: "local" for row in TABLE},
     )

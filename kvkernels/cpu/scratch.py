@@ -1,4 +1,6 @@
-"""Reusable transient arrays with a high-water mark, so that transient bytes are observed and not guessed (M2)."""
+"""Reusable transient arrays with a high-water mark,
+so that transient bytes are observed and not guessed (M2).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Scratch:
         return sum(b.nbytes for b in self._buffers.values())
 
     def get(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """An uninitialised array of that shape; its content is lost at the next ``get`` of the same name."""
+        """An uninitialised array of that shape; its content is lost at the next ``get`` of the
+        same name.
+        """
         kind = np.dtype(dtype)
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         buffer = self._buffers.get(name)

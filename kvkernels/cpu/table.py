@@ -1,9 +1,19 @@
-"""The CPU's capability table: importable with no Numba installed, and the only place that says what it takes."""
+"""The CPU's capability table: importable with no Numba installed,
+and the only place that says what it takes.
+"""
 
 from __future__ import annotations
 
-from kvkernels.capabilities import Capability, Requirement, Route, at_most, equal, multiple_of
-from kvkernels.capabilities import one_of, same
+from kvkernels.capabilities import (
+    Capability,
+    Requirement,
+    Route,
+    at_most,
+    equal,
+    multiple_of,
+    one_of,
+    same,
+)
 from kvkernels.op import KVARN_BITS, STANDARD_TYPES, OpKind
 
 HEAD_DIMS = (64, 128, 256, 512)

@@ -1,1 +1,3 @@
-"""The test kit: cases, inputs, comparison, poison, parity; public, so that a backend author can use it."""
+"""The test kit: cases, inputs, comparison, poison, parity; public,
+so that a backend author can use it.
+"""

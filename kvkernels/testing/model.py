@@ -1,4 +1,6 @@
-"""The list-of-rows model: what a cache must compute, in float64, with no kernel, page or ring in sight."""
+"""The list-of-rows model: what a cache must compute, in float64, with no kernel,
+page or ring in sight.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ F64 = NDArray[np.float64]
 class RowsModel:
     """One sequence of one layer as plain lists of rows, un-rotated, float32 [n_kv_head, D] each.
 
-    ``resident`` are the groups whose exact rows the cache still holds besides their record; the newest 128 visible
-    rows of a query are taken from them (semantics T3, T6), the rest from the record.
+    ``resident`` are the groups whose exact rows the cache still holds besides their record; the
+    newest 128 visible rows of a query are taken from them (semantics T3, T6), the rest from the
+    record.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -67,7 +70,9 @@ class RowsModel:
         mask: Any = None,
         sink_logits: Any = None,
     ) -> F64:
-        """float64 [n_q, n_head, D]: one softmax over the stored rows and the current ones (B1-B4)."""
+        """float64 [n_q, n_head, D]: one softmax over the stored rows and the current ones
+        (B1-B4).
+        """
         n_q, past = len(q), self.n
         exact_k, exact_v = self._exact()
         record_k, record_v = self._records(exact_k, exact_v)
@@ -112,7 +117,9 @@ class RowsModel:
         return both[0], both[1]
 
     def _records(self, exact_k: F64, exact_v: F64) -> tuple[F64, F64]:
-        """Rows as their records decode; rows of groups without a record stay NaN, so that a mix-up shows."""
+        """Rows as their records decode; rows of groups without a record stay NaN,
+        so that a mix-up shows.
+        """
         record_k, record_v = np.full_like(exact_k, np.nan), np.full_like(exact_v, np.nan)
         spec = self.spec
         assert spec.k_bits is not None

@@ -1,10 +1,12 @@
-"""Decode attention straight from records: work items, each one KV head of one sequence over part of its keys.
+"""Decode attention straight from records: work items, each one KV head of one sequence over part of
+its keys.
 
-An item is (sequence, KV head, kind, first, last, part): kind BODY walks sealed groups ``first..last`` through the
-group table, EXACT walks tiles of fp16 rows (sinks, previous and open group), CURRENT the step's own rows. Every item
-writes a partial result (maximum, sum, weighted values) to slot ``part``; ``merge`` joins them by (max, sum) in a
-fixed order, so the bits do not depend on the thread count. Query rows of an item are (query, head of the KV head),
-``row = i * gqa + g``.
+An item is (sequence, KV head, kind, first, last, part): kind BODY walks sealed groups
+``first..last`` through the group table, EXACT walks tiles of fp16 rows (sinks, previous and open
+group), CURRENT the step's own rows. Every item writes a partial result (maximum, sum, weighted
+values) to slot ``part``; ``merge`` joins them by (max, sum) in a fixed order, so the bits do not
+depend on the thread count. Query rows of an item are (query, head of the KV head), ``row = i * gqa
++ g``.
 """
 
 import numpy as np
@@ -49,10 +51,11 @@ BLOCK, BASE, ROWS, IS_TWIN = range(4)
 
 @kernel
 def visible(shape, position, base, n, twin, body):
-    """[low, high) of the keys ``base .. base + n`` that the query at ``position`` sees in this source.
+    """[low, high) of the keys ``base .. base + n`` that the query at ``position`` sees in this
+    source.
 
-    Rows that exist both as record and as exact row (the twin group) are split by age, so that each is scored once:
-    the newest ``exact_n`` come from the exact side (T6).
+    Rows that exist both as record and as exact row (the twin group) are split by age, so that each
+    is scored once: the newest ``exact_n`` come from the exact side (T6).
     """
     low, high = int64(0), int64(n)
     if shape[WINDOW] > 0:
@@ -211,9 +214,10 @@ def run_items(
 ):  # fmt: skip
     """Compute items ``start..stop``.
 
-    q_*: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 record pools [n_kv_head, slots, bytes] flat, with
-    their uint16 views k_axes / v_axes; k_exact / v_exact: uint16 [n_kv_head, blocks, 128, D] flat, rotated;
-    k_new / v_new: float32 [T, n_kv_head, D] flat, un-rotated; pm, pl: float32 [parts, rows]; po: [parts, rows * D].
+    q_*: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 record pools [n_kv_head, slots,
+    bytes] flat, with their uint16 views k_axes / v_axes; k_exact / v_exact: uint16 [n_kv_head,
+    blocks, 128, D] flat, rotated; k_new / v_new: float32 [T, n_kv_head, D] flat, un-rotated; pm,
+    pl: float32 [parts, rows]; po: [parts, rows * D].
     """
     dim, n_head, n_kv_head = shape[HEAD_DIM], shape[N_HEAD], shape[N_KV_HEAD]
     gqa, max_rows = n_head // n_kv_head, pm.shape[1]
@@ -275,7 +279,9 @@ def run_items(
 
 @kernel
 def tile_span(shape, seqs, s, base, n, twin):
-    """Union over the queries of what they see of an exact tile: rows outside are never read (B5)."""
+    """Union over the queries of what they see of an exact tile:
+    rows outside are never read (B5).
+    """
     low, high = int64(n), int64(0)
     for i in range(seqs[s, N_Q]):
         a, b = visible(shape, seqs[s, N_PAST] + i, base, n, twin, False)
@@ -285,9 +291,11 @@ def tile_span(shape, seqs, s, base, n, twin):
 
 @kernel
 def merge(seqs, heads, shape, sink_logits, has_sinks, pm, pl, po, rotated, plain, lse):
-    """Join partial results: ``rotated`` (still to be rotated back) and ``plain`` [T, n_head, D]; lse [T, n_head].
+    """Join partial results: ``rotated`` (still to be rotated back) and ``plain`` [T, n_head, D];
+    lse [T, n_head].
 
-    heads: int64 [n_seq * n_kv_head, 3] = first part, number of rotated parts, number of plain parts after them.
+    heads: int64 [n_seq * n_kv_head, 3] = first part, number of rotated parts, number of plain parts
+    after them.
     """
     dim, n_kv_head = shape[HEAD_DIM], shape[N_KV_HEAD]
     gqa = shape[N_HEAD] // n_kv_head
@@ -325,47 +333,3 @@ def merge(seqs, heads, shape, sink_logits, has_sinks, pm, pl, po, rotated, plain
                     i = row * dim + d
                     store(rotated, i, load(rotated, i) * splat(inverse))
                     store(plain, i, load(plain, i) * splat(inverse))
-
-
-@kernel
-def softmax_block(
-    scores, width, shape, n_past, first_query, head0, base, n, twin, body, cap, slopes, mask, mask_head,
-    mask_row, m, lsum, alpha,
-):  # fmt: skip
-    """Prefill: mask and exponentiate scores [rows, width] (keys ``base .. base + n``) in place, row by row.
-
-    Row r is query ``first_query + r // gqa``, head ``head0 + r % gqa``; the rest of ``width`` beyond n becomes 0.
-    ``mask`` starts at the first row of the block; ``mask_head`` < 0 means no mask.
-    """
-    gqa = shape[N_HEAD] // shape[N_KV_HEAD]
-    padded = (n + 15) // 16 * 16
-    for r in range(m.size):
-        position = n_past + first_query + r // gqa
-        low, high = visible(shape, position, base, n, twin, body)
-        at = r * width
-        for t in range(n, padded):
-            scores[at + t] = float32(0.0)
-        mask_at = int64(-1)
-        if mask_head >= 0:
-            mask_at = (head0 + r % gqa) * mask_head + (r // gqa) * mask_row
-        top = prepare_row(
-            scores,
-            at,
-            padded,
-            low,
-            high,
-            cap,
-            slopes[head0 + r % gqa],
-            base - position,
-            mask,
-            mask_at,
-        )
-        alpha[r] = float32(1.0)
-        if top == MINUS_INF:
-            for t in range(padded):
-                scores[at + t] = float32(0.0)
-            continue
-        if top > m[r]:
-            alpha[r] = decay(m[r], top)
-            m[r] = top
-        lsum[r] = lsum[r] * alpha[r] + exponentials(scores, at, padded, m[r])

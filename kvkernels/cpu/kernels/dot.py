@@ -1,11 +1,12 @@
 """The micro-kernel: integer codes of a ``line`` tile times float32 activations.
 
-``out[r, o] = sum_k act[r, k] * code[o, k]`` for the 16-output, 4-reduction lines of codec.md 5b. One kernel serves
-QK^T (outputs = tokens, reductions = channels) and PV (outputs = channels, reductions = tokens). Codes are unpacked
-once and used for all ``rows``. Scales never appear here: they are folded into ``act`` and ``out`` (codec.md 6).
+``out[r, o] = sum_k act[r, k] * code[o, k]`` for the 16-output, 4-reduction lines of codec.md 5b.
+One kernel serves QK^T (outputs = tokens, reductions = channels) and PV (outputs = channels,
+reductions = tokens). Codes are unpacked once and used for all ``rows``. Scales never appear here:
+they are folded into ``act`` and ``out`` (codec.md 6).
 
-A kernel exists per (bits, rows) and is compiled when first asked for; attention calls it through its address, so
-that one compiled attention serves every pair of widths.
+A kernel exists per (bits, rows) and is compiled when first asked for; attention calls it through
+its address, so that one compiled attention serves every pair of widths.
 """
 
 from functools import cache
@@ -48,7 +49,9 @@ _SIGNATURE = types.void(
 
 
 def _codes(builder, words, bits):
-    """Yield (reduction, vector of that reduction's codes for 16 outputs) over one block of 32 reductions."""
+    """Yield (reduction, vector of that reduction's codes for 16 outputs) over one block of 32
+    reductions.
+    """
     main, extra = _PLANES[bits]
     steps = main  # 32 reductions x 16 outputs x main bits = main lines
     planes = 8 // main
@@ -75,8 +78,8 @@ def _dot_lines(_, codes, act, out, n_out, n_red, act_stride, out_stride, bits, r
     if not isinstance(bits, types.IntegerLiteral) or not isinstance(rows, types.IntegerLiteral):
         return None
     width, n_rows = bits.literal_value, rows.literal_value
-    # Few rows leave the fma units waiting on one chain of additions, so several blocks of 16 outputs run side by
-    # side; the order of additions inside an output never changes.
+    # Few rows leave the fma units waiting on one chain of additions, so several blocks of 16
+    # outputs run side by side; the order of additions inside an output never changes.
     blocks = max(1, 4 // n_rows)
 
     def codegen(_context, builder, _signature, args):
@@ -143,7 +146,8 @@ def _dot_lines(_, codes, act, out, n_out, n_red, act_stride, out_stride, bits, r
 
 @cache
 def dot_address(bits, rows):
-    """Address of the compiled micro-kernel for this width and row count (compiled on the first call).
+    """Address of the compiled micro-kernel for this width and row count (compiled on the first
+    call).
 
     C signature: ``void(const uint8 *codes, const float *act, float *out, int64 n_out, int64 n_red,
     int64 act_stride, int64 out_stride)``; strides in elements; n_out a multiple of 64, n_red of 32.
@@ -157,14 +161,16 @@ def dot_address(bits, rows):
     return dot.address
 
 
-_keep_alive = []
+_keep_alive: list = []
 
 
 @intrinsic
 def call_dot(
     _, address, codes, codes_at, act, act_at, out, out_at, n_out, n_red, act_stride, out_stride
 ):
-    """Call a micro-kernel of :func:`dot_address` on ``codes[codes_at:]``, ``act[act_at:]``, ``out[out_at:]``."""
+    """Call a micro-kernel of :func:`dot_address` on ``codes[codes_at:]``, ``act[act_at:]``,
+    ``out[out_at:]``.
+    """
 
     def codegen(context, builder, sig, args):
         def pointer(position):

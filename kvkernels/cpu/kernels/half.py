@@ -1,6 +1,8 @@
-"""fp16 for Numba, which cannot index float16 arrays: kernels take ``uint16`` views and convert here.
+"""fp16 for Numba, which cannot index float16 arrays: kernels take ``uint16`` views and convert
+here.
 
-Both directions are single LLVM casts (``vcvtph2ps`` / ``vcvtps2ph`` with round-to-nearest-even on x86).
+Both directions are single LLVM casts (``vcvtph2ps`` / ``vcvtps2ph`` with round-to-nearest-even on
+x86).
 """
 
 from llvmlite import ir

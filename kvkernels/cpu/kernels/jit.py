@@ -1,8 +1,8 @@
 """How this package compiles: one decorator for kernels, one for the pointer-called micro-kernels.
 
-Numba stamps a cached binary with the hash of the *one* file that defines the function, so editing (or
-upgrading) ``simd.py`` would leave stale machine code of its callers in the cache. Here every cached
-function is stamped with a hash over all kernel sources instead.
+Numba stamps a cached binary with the hash of the *one* file that defines the function, so editing
+(or upgrading) ``simd.py`` would leave stale machine code of its callers in the cache. Here every
+cached function is stamped with a hash over all kernel sources instead.
 """
 
 import hashlib
@@ -23,21 +23,26 @@ def source_stamp():
 
 def _restamp(compiled):
     cache_file = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    # Not public in Numba: without the attribute the stamp stays per file, which only a developer notices.
+    # Not public in Numba: without the attribute the stamp stays per file, which only a developer
+    # notices.
     if hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = source_stamp()
     return compiled
 
 
 def kernel(function):
-    """Compile for speed: nogil, no bounds checks, a*b+c may contract to fma; nothing may reassociate."""
+    """Compile for speed: nogil, no bounds checks, a*b+c may contract to fma;
+    nothing may reassociate.
+    """
     return _restamp(
         njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(function)
     )
 
 
 def exact_kernel(function):
-    """Like :func:`kernel`, but every IEEE operation is done as written: for whatever decides bytes."""
+    """Like :func:`kernel`, but every IEEE operation is done as written:
+    for whatever decides bytes.
+    """
     return _restamp(njit(cache=True, nogil=True, error_model="numpy")(function))
 
 

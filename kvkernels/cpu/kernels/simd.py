@@ -1,8 +1,9 @@
 """A small SIMD vocabulary for Numba: 16-lane vectors that lower to LLVM vectors.
 
-``F32x16`` and ``I32x16`` are values inside ``@kernel`` functions; ``+ - * /`` work on them, the rest are the
-functions below. LLVM splits 16 lanes into what the CPU has (one zmm, two ymm, four NEON registers), so the same
-source is right on every CPU. Offsets are in elements of the array; arrays are C-contiguous and flat.
+``F32x16`` and ``I32x16`` are values inside ``@kernel`` functions; ``+ - * /`` work on them, the
+rest are the functions below. LLVM splits 16 lanes into what the CPU has (one zmm, two ymm, four
+NEON registers), so the same source is right on every CPU. Offsets are in elements of the array;
+arrays are C-contiguous and flat.
 """
 
 import operator
@@ -10,7 +11,8 @@ import operator
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.datamodel import models, register_default
+from numba.core.datamodel import models
+from numba.core.datamodel.registry import register_default
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
@@ -40,7 +42,8 @@ F32x16 = Vector("F32x16", F32V)
 I32x16 = Vector("I32x16", I32V)
 
 
-# --- building blocks for code generators (take an ir.IRBuilder) -------------------------------------
+# --- building blocks for code generators (take an ir.IRBuilder)
+# -------------------------------------
 
 
 def const_vector(llvm, values):
@@ -78,7 +81,8 @@ def _element(context, builder, array_type, array, index):
     return builder.gep(data, [index])
 
 
-# --- arithmetic operators ---------------------------------------------------------------------------
+# --- arithmetic operators
+# ---------------------------------------------------------------------------
 
 for _operation, _method in (
     (operator.add, "fadd"),
@@ -96,7 +100,8 @@ for _operation, _method in (
         return getattr(builder, method)(args[0], args[1], flags=("contract", "nsz"))
 
 
-# --- memory -----------------------------------------------------------------------------------------
+# --- memory
+# -----------------------------------------------------------------------------------------
 
 
 def _loader(element, llvm, result, align, convert=None):
@@ -142,7 +147,8 @@ def store(_, array, index, value):
     return types.void(array, types.int64, F32x16), codegen
 
 
-# --- lanes ------------------------------------------------------------------------------------------
+# --- lanes
+# ------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -187,7 +193,9 @@ def first(_, value):
 
 @intrinsic
 def where_between(_, value, first, low, high, other):
-    """Lane ``i`` of ``value`` where ``low <= first + i < high``, else ``other``: bits of hidden lanes are dropped."""
+    """Lane ``i`` of ``value`` where ``low <= first + i < high``, else ``other``:
+    bits of hidden lanes are dropped.
+    """
 
     def codegen(_context, builder, _signature, args):
         value, first, low, high, other = args
@@ -203,7 +211,9 @@ def where_between(_, value, first, low, high, other):
 
 @intrinsic
 def zero_unless_positive(_, value, gate):
-    """``value`` where ``gate > 0``, else 0: keeps NaN next to a zero probability out of a product."""
+    """``value`` where ``gate > 0``, else 0: keeps NaN next to a zero probability out of a
+    product.
+    """
 
     def codegen(_context, builder, _signature, args):
         zero = const_vector(F32V, [0.0] * LANES)

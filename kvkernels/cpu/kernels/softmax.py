@@ -1,7 +1,8 @@
 """One row of scores: softcap, bias, mask, and the online softmax step (semantics B1-B3).
 
-Scores are natural (already times the logit scale); ``at`` and lengths are in float32 elements, lengths multiples of
-16. A row that sees nothing keeps its maximum at -inf and its probabilities at exactly 0.
+Scores are natural (already times the logit scale); ``at`` and lengths are in float32 elements,
+lengths multiples of 16. A row that sees nothing keeps its maximum at -inf and its probabilities at
+exactly 0.
 """
 
 import numpy as np
@@ -37,10 +38,11 @@ def softcap_lanes(x, cap):
 
 @kernel
 def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
-    """In place: cap, add ``slope * (key - query)`` and the mask, set keys outside [low, high) to -inf.
+    """In place: cap, add ``slope * (key - query)`` and the mask, set keys outside [low, high) to
+    -inf.
 
-    ``distance`` = position of key 0 minus position of the query; ``mask_at`` < 0 means no mask, and the mask is
-    only read for keys in [low, high). Returns the largest score.
+    ``distance`` = position of key 0 minus position of the query; ``mask_at`` < 0 means no mask, and
+    the mask is only read for keys in [low, high). Returns the largest score.
     """
     if mask_at >= 0:
         for t in range(max(low, 0), min(high, n)):
