@@ -161,7 +161,7 @@ def dot_address(bits, rows):
     return dot.address
 
 
-_keep_alive: list = []
+_keep_alive = []  # type: ignore[var-annotated]
 
 
 @intrinsic

@@ -9,8 +9,8 @@ from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepar
 
 @kernel
 def softmax_block(
-    scores, width, shape, n_past, first_query, head0, base, n, twin, body, cap, slopes, mask, mask_head,
-    mask_row, m, lsum, alpha,
+    scores, width, shape, n_past, first_query, head0, base, n, twin, body, cap, slopes, mask,
+    mask_head, mask_row, m, lsum, alpha,
 ):  # fmt: skip
     """Prefill: mask and exponentiate scores [rows, width] (keys ``base .. base + n``) in place, row
     by row.
