@@ -17,7 +17,7 @@ LAYERS = (
     "op capabilities errors settings",
     "dispatch records quants tail request calls",
     "backend registry",
-    "planner cache step bias pages state memory split engine drafts metrics",
+    "planner cache step arguments pages state memory split engine drafts metrics",
     "cpu simt cuda hip opencl vulkan",
     "testing bench cli integrations prompts",
 )
