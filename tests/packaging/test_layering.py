@@ -19,7 +19,7 @@ LAYERS = (
     "backend registry",
     "planner cache step arguments pages state memory split engine drafts metrics",
     "cpu simt cuda hip opencl vulkan",
-    "testing bench cli integrations prompts",
+    "testing bench cli integrations prompts __main__",
 )
 LAYER = {name: level for level, line in enumerate(LAYERS) for name in line.split()}
 STDLIB_ONLY_BELOW = 2  # the first two layers
