@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from kvkernels.cache import Cache as Cache
     from kvkernels.dispatch import Decision as Decision
     from kvkernels.dispatch import Policy as Policy
+    from kvkernels.engine import AttendPlan as AttendPlan
+    from kvkernels.engine import Records as Records
+    from kvkernels.engine import attend as attend
+    from kvkernels.engine import decode as decode
+    from kvkernels.engine import encode as encode
+    from kvkernels.engine import merge_states as merge_states
     from kvkernels.op import AttentionOp as AttentionOp
     from kvkernels.op import LayerSpec as LayerSpec
     from kvkernels.planner import Limits as Limits
@@ -22,6 +28,12 @@ if TYPE_CHECKING:
     from kvkernels.registry import open_device as open_device
 
 _PUBLIC = {
+    "AttendPlan": "engine",
+    "Records": "engine",
+    "attend": "engine",
+    "decode": "engine",
+    "encode": "engine",
+    "merge_states": "engine",
     "AttentionOp": "op",
     "Cache": "cache",
     "Decision": "dispatch",

@@ -145,8 +145,9 @@ class CommitCall:
 
 @dataclass(frozen=True, slots=True)
 class MaterializeCall:
-    """Decode record slots to float32 rows of the rotated domain: k_out, v_out [n_kv_head,
-    len(slots) * 128, D].
+    """Decode record slots to float32 rows: k_out, v_out [n_kv_head, len(slots) * 128, D].
+
+    ``rotated``: leave the rows in the rotated domain the records are in.
     """
 
     layer: LayerSpec
@@ -154,3 +155,4 @@ class MaterializeCall:
     slots: Any
     k_out: Any
     v_out: Any
+    rotated: bool

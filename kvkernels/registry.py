@@ -163,16 +163,23 @@ def names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.name for candidate in _candidates()))
 
 
-def backends() -> dict[str, Backend]:
-    """The backends that load and follow the protocol, by name. Imports all, probes none."""
-    loaded = {c.name: _load(c) for c in _candidates() if c.refused is None}
+def backends(only: str | None = None) -> dict[str, Backend]:
+    """The backends that load and follow the protocol, by name. Imports all (or just the one named
+    ``only``), probes none.
+    """
+    chosen = [c for c in _candidates() if c.refused is None and only in (None, c.name)]
+    loaded = {c.name: _load(c) for c in chosen}
     return {name: b for name, b in loaded.items() if not isinstance(b, BackendStatus)}
 
 
-def statuses() -> tuple[BackendStatus, ...]:
-    """Load and probe everything that is registered; one status each, conflicts included."""
+def statuses(only: str | None = None) -> tuple[BackendStatus, ...]:
+    """Load and probe everything that is registered (as ``only``, when given); one status each,
+    conflicts included.
+    """
     found = []
     for candidate in _candidates():
+        if only not in (None, candidate.name):
+            continue
         backend = _load(candidate)
         is_status = isinstance(backend, BackendStatus)
         found.append(backend if is_status else _probe(candidate, cast(Backend, backend)))

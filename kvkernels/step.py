@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvkernels.arguments import Bias, by_sequence, check_bias, check_rows, check_sink_logits
 from kvkernels.backend import Rows
-from kvkernels.bias import Bias, by_sequence, check_bias, check_sink_logits
 from kvkernels.calls import AttendCall, Batch, CommitCall, GroupWrite, SeqView
 from kvkernels.dispatch import Decision
-from kvkernels.errors import InputError, NonFiniteError, StepError
+from kvkernels.errors import InputError, StepError
 from kvkernels.pages import PagePool, SeqPages, view
 from kvkernels.planner import attend_op
 
@@ -159,22 +159,18 @@ class Step:
         return [Batch(tuple(views), self.n_rows) for views in (small, large) if views]
 
     def _checked(self, layer: int, name: str, array: Any, heads: int, dim: int) -> Rows:
-        needed = (self.n_rows, heads, dim)
-        if tuple(getattr(array, "shape", ())) != needed:
-            found = getattr(array, "shape", type(array).__name__)
-            raise InputError(f"{name} of layer {layer}", found=f"shape {found}", needed=needed)
-        rows = self._cache.device.rows(f"{name} of layer {layer}", array)
-        bad = self._cache.device.first_unfit(rows.array, stored=name != "q")
-        if bad is not None:
-            seq, offset = self._sequence_of(bad[0])
-            value = float(rows.array[bad])
-            raise NonFiniteError(
-                f"{name} of layer {layer}, sequence {seq}, "
-                f"position {self._cache.length(seq) + offset}, head {bad[1]}, channel {bad[2]}",
-                found=value,
-                needed="finite values whose rotated row stays within fp16 (65504)",
-            )
-        return rows
+        def place(row: int) -> str:
+            seq, offset = self._sequence_of(row)
+            return f"sequence {seq}, position {self._cache.length(seq) + offset}"
+
+        return check_rows(
+            self._cache.device,
+            f"{name} of layer {layer}",
+            array,
+            (self.n_rows, heads, dim),
+            stored=name != "q",
+            place=place,
+        )
 
     def _sequence_of(self, row: int) -> tuple[int, int]:
         for seq, n in self.n_tokens.items():

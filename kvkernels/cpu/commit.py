@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.calls import CommitCall, GroupWrite, MaterializeCall
-from kvkernels.cpu.kernels.codec import rotate_rows_to_half, seal_head
+from kvkernels.cpu.kernels.codec import rotate_rows, rotate_rows_to_half, seal_head
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.prefill import materialize_head
 from kvkernels.cpu.scratch import Scratch
@@ -75,8 +75,11 @@ def _seal(
 
 
 def materialize(call: MaterializeCall) -> None:
-    """Decode record slots of every KV head to rotated float32 rows."""
+    """Decode record slots of every KV head to float32 rows."""
     for head in range(call.layer.n_kv_head):
         materialize_head(
             call.layer, call.buffers, call.slots, head, call.k_out[head], call.v_out[head]
         )
+        if not call.rotated:
+            for rows in (call.k_out[head], call.v_out[head]):
+                rotate_rows(rows.copy(), rows)

@@ -14,6 +14,7 @@ from kvkernels.cpu import masks
 from kvkernels.cpu.kernels import attend as kernels
 from kvkernels.cpu.kernels.codec import rotate_rows
 from kvkernels.cpu.kernels.dot import ROW_BLOCKS, dot_address
+from kvkernels.cpu.kernels.merge import merge
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.op import LayerSpec
@@ -146,7 +147,7 @@ def attend_decode(call: AttendCall, scratch: Scratch, pool: ThreadPool) -> None:
     rotated = scratch.get("out_rotated", (n_rows * layer.n_head, dim), np.float32)
     plain = scratch.get("out_plain", (n_rows * layer.n_head, dim), np.float32)
     has_sinks = call.sink_logits is not None
-    kernels.merge(
+    merge(
         seqs, work.heads, shape, call.sink_logits if has_sinks else _NO_MASK, has_sinks,
         pm, pl, po, rotated.reshape(-1), plain.reshape(-1), call.lse.reshape(-1),
     )  # fmt: skip

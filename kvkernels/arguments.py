@@ -4,12 +4,13 @@ described for the decision (B4, F35).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvkernels.backend import Device, Rows
 from kvkernels.calls import SeqView
 from kvkernels.errors import InputError, NonFiniteError
 from kvkernels.op import LayerSpec
@@ -100,3 +101,32 @@ def check_sink_logits(spec: LayerSpec, sink_logits: Any) -> Any:
     if not np.isfinite(array).all():
         raise NonFiniteError("sink_logits", found="NaN or infinity", needed="finite values")
     return np.ascontiguousarray(array, np.float32)
+
+
+def check_rows(
+    device: Device,
+    field: str,
+    array: Any,
+    shape: tuple[int, ...],
+    *,
+    stored: bool,
+    place: Callable[[int], str] = lambda row: f"row {row}",
+) -> Rows:
+    """q, k or v [rows, heads, D] as the device takes it. ``stored``: its rotated rows must fit
+    fp16.
+
+    Raises InputError (shape, dtype, device), NonFiniteError naming the first bad value; ``place``
+    says in words where a row of the array sits.
+    """
+    if tuple(getattr(array, "shape", ())) != shape:
+        found = getattr(array, "shape", type(array).__name__)
+        raise InputError(field, found=f"shape {found}", needed=shape)
+    rows = device.rows(field, array)
+    bad = device.first_unfit(rows.array, stored=stored)
+    if bad is not None:
+        raise NonFiniteError(
+            f"{field}, {place(bad[0])}, head {bad[1]}, channel {bad[2]}",
+            found=float(rows.array[bad]),
+            needed="finite values whose rotated row stays within fp16 (65504)",
+        )
+    return rows

@@ -1,0 +1,369 @@
+"""The level below the cache, for engines that own their memory: records in, attention out.
+
+``encode`` makes records, ``attend`` reads them through group tables that the engine keeps;
+``AttendPlan`` does the host work once per step and ``run`` once per layer. ``lse`` and
+``merge_states`` join a result with attention that the engine computes itself over rows it keeps
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkernels.arguments import by_sequence, check_bias, check_rows, check_sink_logits
+from kvkernels.backend import Device
+from kvkernels.calls import (
+    AttendCall,
+    Batch,
+    CommitCall,
+    GroupWrite,
+    LayerBuffers,
+    MaterializeCall,
+    SeqView,
+)
+from kvkernels.dispatch import Policy, decide
+from kvkernels.errors import InputError, UnsupportedOp
+from kvkernels.op import AttentionOp, LayerSpec, OpKind
+from kvkernels.planner import attend_op
+from kvkernels.records.layout import GROUP, LINE, STREAM, HeadLayout, Side
+from kvkernels.records.packing import line_to_stream, stream_to_line
+from kvkernels.registry import open_device
+from kvkernels.settings import settings
+
+Bytes = NDArray[np.uint8]
+_DECODE_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Sealed groups of one layer. k, v: uint8 [n_kv_head, n_groups, head bytes], C-contiguous.
+
+    ``layout``: "line" (what kernels read) or "stream" (files, exchange). The layout travels with
+    the bytes, so that a reader of one never takes the other.
+    """
+
+    spec: LayerSpec
+    k: Bytes
+    v: Bytes
+    layout: str = LINE
+
+    def __post_init__(self) -> None:
+        if self.layout not in (LINE, STREAM):
+            raise InputError("layout", found=repr(self.layout), needed=f"{LINE!r} or {STREAM!r}")
+        for name, array, layout in (
+            ("k", self.k, _head(self.spec, Side.K)),
+            ("v", self.v, _head(self.spec, Side.V)),
+        ):
+            shape = (self.spec.n_kv_head, self.n_groups, layout.nbytes)
+            ok = array.dtype == np.uint8 and array.shape == shape and array.flags.c_contiguous
+            if not ok:
+                raise InputError(
+                    f"records.{name}",
+                    found=f"{array.dtype} {array.shape}",
+                    needed=f"C-contiguous uint8 {shape} (n_kv_head, groups, head bytes)",
+                )
+
+    @property
+    def n_groups(self) -> int:
+        """Sealed groups of 128 tokens."""
+        return int(self.k.shape[1]) if self.k.ndim == 3 else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both sides."""
+        return int(self.k.nbytes + self.v.nbytes)
+
+    def to_layout(self, layout: str) -> Records:
+        """The same records in another layout: a pure permutation of bytes."""
+        if layout == self.layout:
+            return self
+        change = line_to_stream if layout == STREAM else stream_to_line
+        if layout not in (LINE, STREAM):
+            raise InputError("layout", found=repr(layout), needed=f"{LINE!r} or {STREAM!r}")
+
+        def one(array: Bytes, side: Side) -> Bytes:
+            record = _head(self.spec, side).record
+            return np.ascontiguousarray(
+                change(array.reshape(-1, record.nbytes), record).reshape(array.shape)
+            )
+
+        return Records(self.spec, one(self.k, Side.K), one(self.v, Side.V), layout)
+
+
+def _head(spec: LayerSpec, side: Side) -> HeadLayout:
+    bits = spec.k_bits if side is Side.K else spec.v_bits
+    if bits is None:
+        raise InputError("spec", found=f"{spec.k}/{spec.v}", needed="KVarN types on both sides")
+    return HeadLayout(side, bits, spec.head_dim)
+
+
+@lru_cache(maxsize=8)
+def _opened(device: str) -> Device:
+    return open_device(device)
+
+
+def _device(device: Device | str) -> Device:
+    return _opened(device) if isinstance(device, str) else device
+
+
+def _buffers(spec: LayerSpec, k: Bytes, v: Bytes) -> LayerBuffers:
+    none = np.empty(0, np.uint16)
+    return LayerBuffers(k.reshape(-1), v.reshape(-1), none, none, None, k.shape[1], 0)
+
+
+def _decided(device: Device, op: AttentionOp, policy: Policy | None = None) -> str:
+    decision = decide(op, device.table, device.caps, policy)
+    if not decision.ok:
+        raise UnsupportedOp([decision])
+    return str(decision.entry)
+
+
+def encode(k: Any, v: Any, spec: LayerSpec, *, device: Device | str = "cpu:0") -> Records:
+    """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line-layout
+    records.
+
+    Raises InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
+    """
+    device = _device(device)
+    n = int(getattr(k, "shape", (0,))[0])
+    if n == 0 or n % GROUP:
+        raise InputError(
+            "k", found=f"{n} rows", needed=f"a multiple of {GROUP}, at least one group"
+        )
+    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT)
+    entry = _decided(device, op)
+    shape = (n, spec.n_kv_head, spec.head_dim)
+    rows_k = check_rows(device, "k", k, shape, stored=True)
+    rows_v = check_rows(device, "v", v, shape, stored=True)
+    groups = n // GROUP
+    pools = [
+        np.zeros((spec.n_kv_head, groups, _head(spec, side).nbytes), np.uint8) for side in Side
+    ]
+    writes = tuple(GroupWrite(g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups))
+    device.run(
+        entry,
+        op,
+        CommitCall(spec, _buffers(spec, *pools), writes, rows_k.array, rows_v.array, None),
+    )
+    device.synchronize()
+    return Records(spec, pools[0], pools[1])
+
+
+def decode(
+    records: Records, *, rotated: bool = False, device: Device | str = "cpu:0"
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """K and V float32 [n_groups * 128, n_kv_head, D] as the records hold them,
+    un-rotated unless asked.
+    """
+    device, spec = _device(device), records.spec
+    records = records.to_layout(LINE)
+    n = records.n_groups * GROUP
+    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.MATERIALIZE)
+    entry = _decided(device, op)
+    out = [np.empty((spec.n_kv_head, n, spec.head_dim), np.float32) for _ in Side]
+    slots = np.arange(records.n_groups, dtype=np.int32)
+    buffers = _buffers(spec, records.k, records.v)
+    device.run(entry, op, MaterializeCall(spec, buffers, slots, out[0], out[1], rotated))
+    device.synchronize()
+    return out[0].transpose(1, 0, 2), out[1].transpose(1, 0, 2)
+
+
+class AttendPlan:
+    """Attention of several sequences over pooled records: planned once per step, run once per
+    layer.
+
+    group_tables: per sequence, the pool slots of its groups in order (group g holds tokens 128 g ..
+    128 g + 127); n_q: per sequence, its query rows, the first of which sits at position 128 *
+    groups. Layers that share tables and geometry share the plan. Raises InputError, UnsupportedOp
+    with every reason.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        group_tables: Sequence[Any],
+        n_q: Sequence[int],
+        *,
+        current: bool = True,
+        device: Device | str = "cpu:0",
+        policy: Policy | None = None,
+    ) -> None:
+        self.device, self.spec, self.current = _device(device), spec, current
+        self.policy = policy
+        if not group_tables or len(group_tables) != len(n_q):
+            raise InputError(
+                "n_q",
+                found=f"{len(n_q)} counts for {len(group_tables)} tables",
+                needed="one each, at least one",
+            )
+        small: list[SeqView] = []
+        large: list[SeqView] = []
+        at, self.max_slot = 0, -1
+        for seq, (table, rows) in enumerate(zip(group_tables, n_q, strict=True)):
+            view = _view(spec, seq, table, rows, at)
+            (small if rows <= _DECODE_ROWS else large).append(view)
+            self.max_slot = max(self.max_slot, int(view.table.max(initial=-1)))
+            at += rows
+        self.n_rows = at
+        self.batches = [Batch(tuple(views), at) for views in (small, large) if views]
+        self.ops = [self._op(batch, "f32", "f32", "none", 0) for batch in self.batches]
+        for op in self.ops:
+            _decided(self.device, op, policy)
+
+    def _op(self, batch: Batch, q: str, kv: str, bias: str, stride: int) -> AttentionOp:
+        views = batch.views
+        return attend_op(
+            self.spec,
+            self.device.caps.id,
+            max(v.n_q for v in views),
+            max(v.n_past + v.n_q for v in views),
+            n_seq=len(views),
+            body=any(len(v.table) for v in views),
+            stage=False,
+            current=self.current,
+            sink_rows=0,
+            q_dtype=q,
+            kv_dtype=kv,
+            bias=bias,
+            bias_stride=stride,
+        )
+
+    def run(
+        self,
+        q: Any,
+        records: Records,
+        k: Any = None,
+        v: Any = None,
+        *,
+        mask: Any = None,
+        sink_logits: Any = None,
+        out: Any = None,
+        lse: Any = None,
+    ) -> tuple[Any, Any]:
+        """(out float32 [n_rows, n_head, D], lse float32 [n_rows, n_head]) of one layer.
+
+        q [n_rows, n_head, D]; k, v [n_rows, n_kv_head, D] are the queries' own rows (given when the
+        plan has ``current``), seen causally after the records. All un-rotated.
+        """
+        device, spec = self.device, self.spec
+        if records.layout != LINE:
+            raise InputError(
+                "records.layout", found=records.layout, needed=LINE, hint="Use to_layout('line')"
+            )
+        if replace(records.spec, **_SAME) != replace(spec, **_SAME):
+            raise InputError("records.spec", found=records.spec, needed=spec)
+        if self.max_slot >= records.n_groups:
+            raise InputError(
+                "group_tables", found=f"slot {self.max_slot}", needed=f"below {records.n_groups}"
+            )
+        if (k is not None, v is not None) != (self.current, self.current):
+            raise InputError(
+                "k, v",
+                found="given" if k is not None else "missing",
+                needed=f"current={self.current}",
+            )
+        rows_q = check_rows(device, "q", q, (self.n_rows, spec.n_head, spec.head_dim), stored=False)
+        kv_shape = (self.n_rows, spec.n_kv_head, spec.head_dim)
+        rows_k = check_rows(device, "k", k, kv_shape, stored=False) if self.current else None
+        rows_v = check_rows(device, "v", v, kv_shape, stored=False) if self.current else None
+        sinks = check_sink_logits(spec, sink_logits)
+        result = device.empty((self.n_rows, spec.n_head, spec.head_dim)) if out is None else out
+        logs = device.empty((self.n_rows, spec.n_head)) if lse is None else lse
+        seqs = sorted(view.seq for batch in self.batches for view in batch.views)
+        masks = by_sequence(mask, seqs)
+        launches = []
+        for batch in self.batches:
+            bias = check_bias(spec, batch.views, masks, current=self.current)
+            kv_dtype = rows_k.dtype if rows_k else "f32"
+            op = self._op(batch, rows_q.dtype, kv_dtype, bias.kind, bias.stride)
+            launches.append((_decided(device, op, self.policy), op, batch, bias))
+        for entry, op, batch, bias in launches:
+            call = AttendCall(
+                layer=spec,
+                buffers=_buffers(spec, records.k, records.v),
+                batch=batch,
+                q=rows_q.array,
+                k=rows_k.array if rows_k else None,
+                v=rows_v.array if rows_v else None,
+                out=result,
+                lse=logs,
+                masks=bias.masks,
+                sink_logits=sinks,
+                window_chunk=settings().window_chunk,
+            )
+            device.run(entry, op, call)
+        device.synchronize()
+        return result, logs
+
+
+# Fields that say how a cache treats rows, not what a record holds.
+_SAME: dict[str, Any] = {
+    "n_head": 1, "n_kv_head": 1, "window": None, "sink_tokens": 0, "scale": 1.0, "softcap": 0.0,
+    "alibi": 0.0, "sink_logits": False, "encoder": "published",
+}  # fmt: skip
+
+
+def _view(spec: LayerSpec, seq: int, table: Any, rows: int, at: int) -> SeqView:
+    slots = np.asarray(table)
+    if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
+        raise InputError(
+            f"group_tables[{seq}]", found=f"{slots.dtype} {slots.shape}", needed="integers [groups]"
+        )
+    if slots.size and slots.min() < 0:
+        raise InputError(f"group_tables[{seq}]", found=int(slots.min()), needed="slots >= 0")
+    if not isinstance(rows, int) or rows < 1:
+        raise InputError(f"n_q[{seq}]", found=repr(rows), needed="a whole number >= 1")
+    n_past = len(slots) * GROUP
+    first = max(0, (n_past - spec.window + 1) // GROUP) if spec.window else 0
+    body = (min(first, len(slots)), len(slots))
+    return SeqView(seq, at, rows, n_past, slots.astype(np.int32), body, ())
+
+
+def attend(
+    q: Any,
+    records: Records,
+    group_table: Any = None,
+    *,
+    k: Any = None,
+    v: Any = None,
+    mask: Any = None,
+    sink_logits: Any = None,
+    device: Device | str = "cpu:0",
+    policy: Policy | None = None,
+) -> tuple[Any, Any]:
+    """One sequence, planned and run at once: (out [n_q, n_head, D], lse [n_q, n_head]), float32.
+
+    ``group_table`` defaults to all groups of ``records`` in order. See :class:`AttendPlan`.
+    """
+    table = np.arange(records.n_groups) if group_table is None else group_table
+    n_q = int(getattr(q, "shape", (0,))[0])
+    plan = AttendPlan(
+        records.spec, [table], [n_q], current=k is not None, device=device, policy=policy
+    )
+    return plan.run(q, records, k, v, mask=mask, sink_logits=sink_logits)
+
+
+def merge_states(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Join two attentions over disjoint rows: out [..., n_head, D] and natural-log lse [...,
+    n_head] (B6).
+
+    An empty side (lse = -inf) contributes nothing; both empty gives 0 and -inf.
+    """
+    a, b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
+    top = np.maximum(a, b)
+    safe = np.where(np.isneginf(top), 0.0, top)
+    wa, wb = np.exp(a - safe), np.exp(b - safe)
+    total = wa + wb
+    share = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
+    out = np.asarray(out_a) * (wa * share)[..., None] + np.asarray(out_b) * (wb * share)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = safe + np.log(total)
+    return out.astype(np.float32), lse.astype(np.float32)
