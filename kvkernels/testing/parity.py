@@ -22,6 +22,7 @@ from kvkernels.dispatch import Decision, Policy, decide
 from kvkernels.errors import KvkError, UnsupportedOp
 from kvkernels.op import OpKind
 from kvkernels.planner import LayerPlan, Limits, Plan, plan
+from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
 from kvkernels.testing.compare import Comparison, compare, exact_zeros
@@ -78,7 +79,10 @@ def run_all(device: Device, case: Case) -> list[Result]:
 
 
 def _results(device: Device, case: Case, entries: list[str | None]) -> Iterator[Result]:
-    limits = Limits(n_ctx=case.n_ctx, n_ubatch=max(case.n_rows, 512), n_seq=len(case.n_q))
+    # Room for two more groups, so that there are always record slots and blocks to poison.
+    limits = Limits(
+        n_ctx=case.n_ctx + 2 * GROUP, n_ubatch=max(case.n_rows, 512), n_seq=len(case.n_q)
+    )
     try:
         planned = plan([case.layer], device, limits, Policy(allow_unqualified=True))
     except UnsupportedOp as refusal:
