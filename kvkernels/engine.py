@@ -128,10 +128,12 @@ class AttendPlan:
         n_q: Sequence[int],
         *,
         current: bool = True,
+        activations: str = "auto",
         device: Device | str = "cpu:0",
         policy: Policy | None = None,
     ) -> None:
         self.device, self.spec, self.current = _device(device), spec, current
+        self.activations = activations
         self.policy = policy
         if not group_tables or len(group_tables) != len(n_q):
             raise InputError(
@@ -169,6 +171,7 @@ class AttendPlan:
             kv_dtype=kv,
             bias=bias,
             bias_stride=stride,
+            activations=self.activations,
         )
 
     def run(
@@ -233,6 +236,7 @@ class AttendPlan:
                 masks=bias.masks,
                 sink_logits=sinks,
                 window_chunk=settings().window_chunk,
+                activations=self.activations,
             )
             device.run(entry, op, call)
         device.synchronize()
@@ -271,6 +275,7 @@ def attend(
     v: Any = None,
     mask: Any = None,
     sink_logits: Any = None,
+    activations: str = "auto",
     device: Device | str = "cpu:0",
     policy: Policy | None = None,
 ) -> tuple[Any, Any]:
@@ -281,7 +286,13 @@ def attend(
     table = np.arange(records.n_groups) if group_table is None else group_table
     n_q = int(getattr(q, "shape", (0,))[0])
     plan = AttendPlan(
-        records.spec, [table], [n_q], current=k is not None, device=device, policy=policy
+        records.spec,
+        [table],
+        [n_q],
+        current=k is not None,
+        activations=activations,
+        device=device,
+        policy=policy,
     )
     return plan.run(q, records, k, v, mask=mask, sink_logits=sink_logits)
 
