@@ -16,7 +16,7 @@ from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 
 _NOTHING = np.zeros(1, np.float32)
-_LANES = 16
+_LANES = 64  # what the matrix kernels read at a time
 
 
 def attend_records(

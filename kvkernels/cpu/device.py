@@ -20,7 +20,7 @@ from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
 
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
 
 
@@ -65,7 +65,9 @@ class CpuDevice:
         """Any host array (NumPy, or DLPack on the CPU) as float32, with its own dtype's name."""
         if not isinstance(array, np.ndarray):
             array = _from_dlpack(field, array)
-        kind = _DTYPES.get(array.dtype.name)
+        kind = _DTYPES.get(array.dtype)
+        if kind is None and array.dtype.name == "bfloat16":  # of ml_dtypes, which we do not need
+            kind = "bf16"
         if kind is None:
             raise InputError(
                 field, found=f"dtype {array.dtype}", needed="float32, float16 or bfloat16"

@@ -30,32 +30,40 @@ def _rows_times(_, m, act, out, n_out, n_red, m_stride, act_stride, out_stride, 
         return None
     n_rows, is_half = rows.literal_value, half.literal_value
     size = 2 if is_half else 4
+    # Several blocks of 16 outputs side by side: whole cache lines, and enough independent sums.
+    blocks = 2 if n_rows >= 4 else 4
 
     def codegen(_context, builder, _signature, args):
         m, act, out, n_out, n_red, m_stride, act_stride, out_stride = args[:8]
         zero = ir.Constant(F32V, [0.0] * LANES)
-        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows)]
+        sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows)] for _ in range(blocks)
+        ]
         acts = [builder.gep(act, [builder.mul(act_stride, _I64(r))]) for r in range(n_rows)]
         line_bytes = builder.mul(m_stride, _I64(size))
-        with cgutils.for_range(builder, builder.sdiv(n_out, _I64(LANES))) as outer:
-            at = builder.mul(outer.index, _I64(LANES))
+        with cgutils.for_range(builder, builder.sdiv(n_out, _I64(LANES * blocks))) as outer:
+            at = builder.mul(outer.index, _I64(LANES * blocks))
             column = builder.gep(m, [builder.mul(at, _I64(size))])
-            for slot in sums:
+            for slot in (s for block in sums for s in block):
                 builder.store(zero, slot)
             with cgutils.for_range(builder, n_red) as inner:
                 pointer = builder.gep(column, [builder.mul(inner.index, line_bytes)])
-                if is_half:
-                    value = builder.fpext(load_value(builder, pointer, _HALVES, 2), F32V)
-                else:
-                    value = load_value(builder, pointer, F32V, 4)
-                for slot, row in zip(sums, acts, strict=True):
-                    scalar = builder.load(builder.gep(row, [inner.index]))
-                    scalar = splat_value(builder, scalar, F32V)
-                    builder.store(fma_value(builder, value, scalar, builder.load(slot)), slot)
-            for r, slot in enumerate(sums):
-                index = builder.add(at, builder.mul(out_stride, _I64(r)))
-                target = builder.bitcast(builder.gep(out, [index]), F32V.as_pointer())
-                builder.store(builder.load(slot), target).align = 4
+                scalars = [
+                    splat_value(builder, builder.load(builder.gep(row, [inner.index])), F32V)
+                    for row in acts
+                ]
+                for j, block in enumerate(sums):
+                    part = builder.gep(pointer, [_I64(LANES * size * j)])
+                    value = load_value(builder, part, _HALVES if is_half else F32V, size)
+                    value = builder.fpext(value, F32V) if is_half else value
+                    for slot, scalar in zip(block, scalars, strict=True):
+                        builder.store(fma_value(builder, value, scalar, builder.load(slot)), slot)
+            for j, block in enumerate(sums):
+                for r, slot in enumerate(block):
+                    index = builder.add(at, builder.mul(out_stride, _I64(r)))
+                    target = builder.gep(out, [builder.add(index, _I64(LANES * j))])
+                    target = builder.bitcast(target, F32V.as_pointer())
+                    builder.store(builder.load(slot), target).align = 4
         return _context.get_dummy_value()
 
     return types.void(m, act, out, *(types.int64,) * 5, rows, half), codegen
@@ -69,7 +77,7 @@ def matrix_address(rows, half):
     """Address of the micro-kernel for that many rows; ``half``: the matrix is fp16, else float32.
 
     C signature: ``void(const void *m, const float *act, float *out, int64 n_out, int64 n_red, int64
-    m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 16, strides in elements.
+    m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 64, strides in elements.
     """
 
     @callback(_SIGNATURE)

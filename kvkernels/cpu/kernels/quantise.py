@@ -37,7 +37,7 @@ def quantise_i8(x, at, n, out, out_at, scales, scale_at):
     Codes are nearly centred on their middle, so adding ``middle * lost`` to the dot product halves
     the error.
     """
-    lost = float32(0.0)
+    lost = splat(float32(0.0))
     for b in range(n // 32):
         i = at + 32 * b
         a, c = load(x, i), load(x, i + 16)
@@ -50,8 +50,8 @@ def quantise_i8(x, at, n, out, out_at, scales, scale_at):
         store_bytes(out, out_at + 32 * b + 16, ic)
         scale = top / _I8_MAX
         scales[scale_at + b] = scale
-        lost += hsum(a + c - splat(scale) * (to_float(ia) + to_float(ic)))
-    return lost
+        lost = lost + (a + c - splat(scale) * (to_float(ia) + to_float(ic)))
+    return hsum(lost)
 
 
 @kernel

@@ -171,11 +171,11 @@ def body_values(p, shape, dots, middle, codes, axes, at, rows, w, act, scales, t
 
 @kernel
 def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
-    """scores[row, t] = q . k[:, t] for t < n rounded up to 16, the rest 0; k is [D, tokens].
+    """scores[row, t] = q . k[:, t] for t < n rounded up to 64, the rest 0; k is [D, tokens].
 
     Lanes of unused tokens hold garbage (even NaN) until they are hidden: lanes never mix.
     """
-    padded = (n + 15) // 16 * 16
+    padded = (n + 63) // 64 * 64
     r = int64(0)
     while r < rows:
         size, which = block_of(rows - r)
