@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Limits = tuple[float, float]
-# Relative RMS error and largest error, both relative to the RMS of the expected values.
+# Relative RMS error and largest error, both relative to the RMS of the expected values. Measured
+# over all cases: float32 2.0e-6 and 2.0e-5 (scores of hundreds), int16 5.6e-5 and 2.5e-3, int8
+# 5.4e-3 and 4.3e-2 (one sharp weight on the step of a block).
 FLOAT32: Limits = (1e-5, 1e-4)
-INT16: Limits = (1e-3, 1e-2)
-INT8: Limits = (5e-2, 5e-1)
+INT16: Limits = (2e-4, 5e-3)
+INT8: Limits = (1e-2, 1e-1)
 # Entries that compute in float32 whatever the activations of a plan are.
 ALWAYS_FLOAT32 = frozenset({"cpu/attend_materialized"})
 
