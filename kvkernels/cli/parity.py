@@ -57,7 +57,7 @@ def parity(device_id: str, pattern: str, quick: bool, as_json: bool) -> None:
 
 
 def _failure(result: Result) -> str:
-    what = result.entry or result.route
+    what = f"{result.entry} ({result.activations})" if result.entry else result.route
     text = f"{result.outcome}: {result.case} by {what}: {'; '.join(result.reasons)}"
     if result.error is not None:
         text += f" (rms {result.error.rms:.2e}, worst {result.error.worst:.2e})"
@@ -65,24 +65,23 @@ def _failure(result: Result) -> str:
 
 
 def _report(results: Iterable[Result]) -> None:
-    """One line per entry: how many runs, the largest errors and where the largest was."""
-    by_entry: dict[str, list[Result]] = defaultdict(list)
+    """One line per entry and kind of activations: runs, largest errors and where they were."""
+    groups: dict[tuple[str, str], list[Result]] = defaultdict(list)
     for result in results:
-        name = "(refused)" if result.outcome == REFUSED else result.entry or "(none)"
-        by_entry[name].append(result)
+        if result.outcome == REFUSED:
+            groups["(refused)", ""].append(result)
+        else:
+            groups[result.entry or "(none)", result.activations].append(result)
     shown = table(
-        "entry", "route", "runs", "passed", "largest rms", "limit", "largest error", "case",
+        "entry", "route", "activations", "runs", "passed", "largest rms", "largest error", "case",
         right="runs passed",
     )  # fmt: skip
-    for entry, runs in sorted(by_entry.items()):
+    for (entry, activations), runs in sorted(groups.items()):
         passed = sum(run.passed for run in runs)
         routes = ", ".join(sorted({run.route for run in runs}))
-        errors = [(run.error.rms, run.error, run.case) for run in runs if run.error is not None]
-        if not errors:
-            shown.add_row(entry, routes, str(len(runs)), str(passed), "", "", "", "")
-            continue
-        rms, error, case = max(errors, key=lambda found: found[0])
-        worst = max(found[1].worst for found in errors)
-        numbers = (f"{rms:.1e}", f"{error.limit_rms:.0e}", f"{worst:.1e}")
-        shown.add_row(entry, routes, str(len(runs)), str(passed), *numbers, case)
+        errors = [(run.error.rms, run.error.worst, run.case) for run in runs if run.error]
+        rms, _, case = max(errors, default=(0.0, 0.0, ""))
+        worst = max((found[1] for found in errors), default=0.0)
+        numbers = (f"{rms:.1e}", f"{worst:.1e}") if errors else ("", "")
+        shown.add_row(entry, routes, activations, str(len(runs)), str(passed), *numbers, case)
     stdout().print(shown)
