@@ -6,7 +6,7 @@ byte dot products take. ``MODES`` in ``dot.py`` says how the bytes lie.
 
 from numba import float32
 
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner
 from kvkernels.cpu.kernels.simd import (
     high_byte,
     hmax,
@@ -29,7 +29,7 @@ _I16_STEP, _I8_STEP = float32(1.0 / 32512.0), float32(1.0 / 127.0)
 _TINY = float32(1e-30)
 
 
-@kernel
+@inner
 def quantise_i8(x, at, n, out, out_at, scales, scale_at):
     """int8 of ``x[at : at + n]``, n a multiple of 32; returns what rounding lost from the sum of
     the row.
@@ -55,7 +55,7 @@ def quantise_i8(x, at, n, out, out_at, scales, scale_at):
     return hsum(lost)
 
 
-@kernel
+@inner
 def quantise_i16(x, at, n, out, out_at, scales, scale_at):
     """int16 of ``x[at : at + n]`` as n high bytes followed by n low bytes; n a multiple of 16."""
     largest = splat(float32(0.0))

@@ -8,7 +8,7 @@ Rows are (query, head of the KV head), ``row = i * gqa + g``. Scores and probabi
 from numba import float32, int64
 
 from kvkernels.cpu.kernels.dot import call_dot
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.matrix import call_matrix
 from kvkernels.cpu.kernels.quantise import F32, I8, I16, quantise_i8, quantise_i16
 from kvkernels.cpu.kernels.simd import (
@@ -67,7 +67,7 @@ def visible(shape, position, base, n, twin, body):
     return low, high
 
 
-@kernel
+@inner
 def span(shape, position, queries, base, n, twin, body):
     """Union over ``queries`` of what they see of a tile: rows outside are never read (B5)."""
     low, high = int64(n), int64(0)
@@ -78,7 +78,7 @@ def span(shape, position, queries, base, n, twin, body):
     return low, high
 
 
-@kernel
+@inner
 def block_of(rows_left):
     """(rows of the next micro-kernel pass, which of the three kernels that is)."""
     if rows_left >= 4:
@@ -88,7 +88,7 @@ def block_of(rows_left):
     return int64(1), int64(2)
 
 
-@kernel
+@inner
 def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, ahead):
     """out[rows, n_out] = activations[rows, n_red] @ codes.T; float activations are in ``w``."""
     r = int64(0)
@@ -109,7 +109,7 @@ def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, 
         r += size
 
 
-@kernel
+@inner
 def quantise_row(mode, w, r, n, middle, act, scales):
     """Row ``r`` of w [rows, n] into ``act``; returns the correction to the row's dot product."""
     if mode == I8:
@@ -119,7 +119,7 @@ def quantise_row(mode, w, r, n, middle, act, scales):
     return float32(0.0)
 
 
-@kernel
+@inner
 def body_scores(
     q, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, scores
 ):
@@ -149,7 +149,7 @@ def body_scores(
                 store(scores, r * GROUP + t, s)
 
 
-@kernel
+@inner
 def body_values(
     p, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, alpha, o
 ):
@@ -178,7 +178,7 @@ def body_values(
                 store(o, i, fma(load(o, i), a, x))
 
 
-@kernel
+@inner
 def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
     """scores[row, t] = q . k[:, t] for t < n rounded up to 64, the rest 0; k is [D, tokens].
 
@@ -197,7 +197,7 @@ def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
             store(scores, r * GROUP + t, splat(float32(0.0)))
 
 
-@kernel
+@inner
 def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o):
     """o[row] = o[row] * alpha + sum over t in [low, high) of p[t] * v[t]; v is [tokens, D]."""
     r = int64(0)
@@ -215,7 +215,7 @@ def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o
             store(o, i, fma(load(o, i), a, load(tmp, i)))
 
 
-@kernel
+@inner
 def softmax_tile(
     shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, m, lsum,
     alpha,
