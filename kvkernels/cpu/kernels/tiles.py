@@ -10,15 +10,13 @@ from numba import float32, int64
 from kvkernels.cpu.kernels.dot import call_dot
 from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.matrix import call_matrix
-from kvkernels.cpu.kernels.quantise import F32, I8, I16, quantise_i8, quantise_i16
+from kvkernels.cpu.kernels.quantise import F32, I8, I16, fold_f32, fold_i8, fold_i16
 from kvkernels.cpu.kernels.simd import (
     fma,
-    hsum,
     load,
     load_half,
     splat,
     store,
-    zero_unless_positive,
 )
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
 
@@ -110,13 +108,19 @@ def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, 
 
 
 @inner
-def quantise_row(mode, w, r, n, middle, act, scales):
-    """Row ``r`` of w [rows, n] into ``act``; returns the correction to the row's dot product."""
+def fold_row(mode, x, at, axes, scale_at, zero_at, n, gated, middle, r, w, act, scales):
+    """Row ``r`` of the activations ``x * scale`` in the form of ``mode``;
+    returns their constant part.
+    """
     if mode == I8:
-        return middle * quantise_i8(w, r * n, n, act, r * n, scales, r * (n // 32))
+        return fold_i8(
+            x, at, axes, scale_at, zero_at, n, gated, middle, act, r * n, scales, r * (n // 32)
+        )
     if mode == I16:
-        quantise_i16(w, r * n, n, act, r * 2 * n, scales, r)
-    return float32(0.0)
+        return fold_i16(
+            x, at, axes, scale_at, zero_at, n, gated, w, r * n, act, r * 2 * n, scales, r
+        )
+    return fold_f32(x, at, axes, scale_at, zero_at, n, gated, w, r * n)
 
 
 @inner
@@ -130,13 +134,10 @@ def body_scores(
         scale_at = (record + shape[K_BYTES]) // 2 - 2 * width - GROUP
         zero_at, other_at = scale_at + width, scale_at + 2 * width
         for r in range(rows):
-            z = splat(float32(0.0))
-            q_at = r * dim + piece * width
-            for d in range(0, width, 16):
-                x = load(q, q_at + d)
-                store(w, r * width + d, x * load_half(axes, scale_at + d))
-                z = fma(x, load_half(axes, zero_at + d), z)
-            zs[r] = hsum(z) + quantise_row(shape[K_MODE], w, r, width, middle, act, scales)
+            zs[r] = fold_row(
+                shape[K_MODE], q, r * dim + piece * width, axes, scale_at, zero_at, width, False,
+                middle, r, w, act, scales,
+            )  # fmt: skip
         times_codes(
             dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width, ahead
         )
@@ -160,13 +161,10 @@ def body_values(
         scale_at = (record + shape[V_BYTES]) // 2 - 2 * GROUP - width
         zero_at, other_at = scale_at + GROUP, scale_at + 2 * GROUP
         for r in range(rows):
-            z = splat(float32(0.0))
-            for t in range(0, GROUP, 16):
-                x = load(p, r * GROUP + t)
-                # A token nobody sees has p = 0; its axes must not turn 0 into NaN (B5).
-                store(w, r * GROUP + t, zero_unless_positive(x * load_half(axes, scale_at + t), x))
-                z = z + zero_unless_positive(x * load_half(axes, zero_at + t), x)
-            zs[r] = hsum(z) + quantise_row(shape[V_MODE], w, r, GROUP, middle, act, scales)
+            zs[r] = fold_row(
+                shape[V_MODE], p, r * GROUP, axes, scale_at, zero_at, int64(GROUP), True,
+                middle, r, w, act, scales,
+            )  # fmt: skip
         times_codes(
             dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP, ahead
         )
