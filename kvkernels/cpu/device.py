@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -23,11 +26,20 @@ from kvkernels.op import AttentionOp, LayerSpec
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
 
+_devices: WeakSet[CpuDevice] = WeakSet()
+
+
+def _after_fork() -> None:
+    for device in _devices:
+        device.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 
 class CpuDevice:
-    """``cpu:0``. Not thread-safe: one call at a time (each call uses ``n_threads`` threads
-    itself).
-    """
+    """``cpu:0``. Calls from several threads take turns; each uses ``n_threads`` threads itself."""
 
     table: tuple[Capability, ...] = TABLE
 
@@ -36,6 +48,8 @@ class CpuDevice:
         self.isa = str(caps.facts["isa"])
         self.pool = ThreadPool(n_threads or available_threads())
         self.scratch = Scratch()
+        self._turn = threading.Lock()
+        _devices.add(self)
 
     @property
     def transient_bytes(self) -> int:
@@ -99,6 +113,14 @@ class CpuDevice:
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Run an entry. The entry checks nothing again: ``op`` was confirmed against the table."""
+        with self._turn:
+            self._run(entry, call)
+
+    def renew_lock(self) -> None:
+        """A forked child has only the forking thread: whoever held the lock is gone."""
+        self._turn = threading.Lock()
+
+    def _run(self, entry: str, call: Any) -> None:
         if entry in ("cpu/attend_decode", "cpu/attend_prefill"):
             _expect(call, AttendCall)
             blocks = entry == "cpu/attend_prefill"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numba import int64
+from numba import float32, int64
 from numpy.testing import assert_array_equal
 
 from kvkernels.cpu.features import ISAS, best, missing
 from kvkernels.cpu.kernels.dot import MODES, ROW_BLOCKS, call_dot, dot_address
 from kvkernels.cpu.kernels.jit import kernel
 from kvkernels.cpu.kernels.matrix import call_matrix, matrix_address
-from kvkernels.cpu.kernels.quantise import quantise_i8, quantise_i16
+from kvkernels.cpu.kernels.quantise import fold_i8, fold_i16
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.records.layout import BITS
 from kvkernels.records.packing import pack_line
@@ -27,13 +27,21 @@ def run(address, codes, act, scales, out, n_out, n_red):
 
 
 @kernel
-def int8_row(x, out, scales):
-    return quantise_i8(x, int64(0), x.size, out, int64(0), scales, int64(0))
+def int8_row(x, axes, out, scales):
+    at, n = int64(0), int64(x.size)
+    return fold_i8(x, at, axes, at, n, n, False, float32(1.0), out, at, scales, at)
 
 
 @kernel
-def int16_row(x, out, scales):
-    quantise_i16(x, int64(0), x.size, out, int64(0), scales, int64(0))
+def int16_row(x, axes, out, scales):
+    at, n = int64(0), int64(x.size)
+    room = np.empty(x.size, np.float32)
+    return fold_i16(x, at, axes, at, n, n, False, room, at, out, at, scales, at)
+
+
+def ones_and_zeros(n):
+    """fp16 axes: a scale of 1 and a zero of 0 for n activations."""
+    return np.repeat(np.array([1, 0], np.float16), n).view(np.uint16)
 
 
 def activations(mode, rows, n_red, rng):
@@ -46,7 +54,8 @@ def activations(mode, rows, n_red, rng):
     data = np.empty((rows, size), np.uint8)
     scales = np.empty((rows, n_scales), np.float32)
     for r in range(rows):
-        (int8_row if mode == "i8" else int16_row)(x[r], data[r], scales[r])
+        fold = int8_row if mode == "i8" else int16_row
+        fold(x[r], ones_and_zeros(n_red), data[r], scales[r])
     signed = data.view(np.int8).astype(np.float64)
     if mode == "i8":
         value = signed * np.repeat(scales, 32, 1)
@@ -121,14 +130,16 @@ def test_extreme_codes_and_activations_do_not_overflow(bits):
                 assert (out == np.float32(act * ((1 << bits) - 1))).all(), (isa, mode, value)
 
 
-def test_quantised_zero_and_tiny_rows_are_zero():
+def test_codec6_zero_and_tiny_rows_are_zero_and_keep_their_constant_part():
+    axes = ones_and_zeros(128)
+    axes[128:] = np.float16(3).view(np.uint16)
     for value in (0.0, 1e-38):
         x = np.full(128, value, np.float32)
         data, scales = np.full(256, 9, np.uint8), np.full(4, 9, np.float32)
-        int16_row(x, data, scales)
+        assert int16_row(x, axes, data, scales) == pytest.approx(3 * 128 * value)
         assert not data.any()
         assert scales[0] == 0
-        assert int8_row(x, data[:128], scales) == pytest.approx(128 * value)
+        assert int8_row(x, axes, data[:128], scales) == pytest.approx((3 + 1) * 128 * value)
         assert not scales.any()
 
 

@@ -30,12 +30,18 @@ def _restamp(compiled):
     return compiled
 
 
+_FAST = {"contract", "nsz"}
+
+
 def kernel(function):
-    """Compile for speed: nogil, no bounds checks, a*b+c may contract to fma;
-    nothing may reassociate.
+    """An entry: called from Python, compiled for speed, cached. nogil, no bounds checks.
+
+    a * b + c may contract to fma; nothing may reassociate.
     """
     return _restamp(
-        njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(function)
+        njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST, no_cfunc_wrapper=True)(
+            function
+        )
     )
 
 
@@ -43,7 +49,27 @@ def exact_kernel(function):
     """Like :func:`kernel`, but every IEEE operation is done as written:
     for whatever decides bytes.
     """
-    return _restamp(njit(cache=True, nogil=True, error_model="numpy")(function))
+    return _restamp(
+        njit(cache=True, nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    )
+
+
+_INNER = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+
+def inner(function):
+    """Part of a :func:`kernel`, not callable from Python and with no cache entry of its own."""
+    return njit(fastmath=_FAST, **_INNER)(function)
+
+
+def exact_inner(function):
+    """Part of an :func:`exact_kernel`."""
+    return njit(**_INNER)(function)
 
 
 def callback(signature):

@@ -6,18 +6,15 @@ per reduction, and inside the byte one field per plane. A decoded value is ``(co
 multiply-add would give the same bits: an 8-bit code times an 11-bit significand is exact in fp32.
 """
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from kvkernels.cpu.kernels.half import half_to_float
+from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 
-_JIT: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
 _GROUP = 128
 
 
-@njit(**_JIT)
+@exact_inner
 def _planes(bits):
     """(main, extra) widths of a line block; extra is 0 for one plane set (codec.md 5b)."""
     if bits == 3:
@@ -29,7 +26,7 @@ def _planes(bits):
     return bits, 0
 
 
-@njit(**_JIT)
+@exact_inner
 def _pack_plane(codes, words, red, out, width, mask, shift):
     """Line words uint32 of one block: ``width``-bit fields of 32 reductions x 16 outputs."""
     for i in range(16 * width):
@@ -44,7 +41,7 @@ def _pack_plane(codes, words, red, out, width, mask, shift):
                 line[o] |= ((np.uint32(c[o]) >> shift) & mask) << left
 
 
-@njit(**_JIT)
+@exact_inner
 def pack_lines(codes, bits, words):
     """codes uint8 [RED, OUT] -> line words uint32 [RED * OUT * bits / 32]."""
     n_red, n_out = codes.shape
@@ -62,7 +59,7 @@ def pack_lines(codes, bits, words):
                 at += 16 * extra
 
 
-@njit(**_JIT)
+@exact_inner
 def _unpack_block(words, main, extra, axes, red, out, rows, values):
     """Decode one line block into fp32 ``values [32, 16]`` ([reduction, output])."""
     mask, extra_mask = np.uint32((1 << main) - 1), np.uint32((1 << extra) - 1)
@@ -93,7 +90,7 @@ def _unpack_block(words, main, extra, axes, red, out, rows, values):
                     value[o] = (np.float32(np.int32(code)) * scale + zero) * other[o]
 
 
-@njit(**_JIT)
+@exact_kernel
 def decode_head(record, is_value, bits, d, out):
     """Line records uint8 ``record [nbytes]`` -> fp32 ``out [128, d]``, rotated domain."""
     width = min(d, 128)
@@ -124,7 +121,7 @@ def decode_head(record, is_value, bits, d, out):
                             dest[i] = values[i, j]
 
 
-@njit(**_JIT)
+@exact_kernel
 def decode_groups(records, is_value, bits, d, out):
     """Line records uint8 ``records [n, nbytes]`` -> fp32 ``out [n, 128, d]``, rotated domain."""
     for i in range(records.shape[0]):

@@ -5,21 +5,18 @@ is the same pair of operations, whatever order the strides are visited in.
 """
 
 import math
-from typing import Any
 
 import numpy as np
-from numba import njit
 
 from kvkernels.cpu.kernels.half import float_to_half
-
-_JIT: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
+from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 
 _ROOT_64, _ROOT_128 = np.float32(0.125), np.float32(1 / math.sqrt(128))
 _ROOT_2, _HALF = np.float32(1 / math.sqrt(2)), np.float32(0.5)
 _EXPONENT = np.uint32(0x7F800000)
 
 
-@njit(**_JIT)
+@exact_kernel
 def first_nonfinite(x):
     """Index of the first NaN or infinity in fp32 ``x [n]``, or -1."""
     n = x.shape[0]
@@ -36,8 +33,8 @@ def first_nonfinite(x):
     return -1
 
 
-@njit(**_JIT)
-def _rotate_row(x, y, d):
+@exact_inner
+def rotate_row(x, y, d):
     """One row: fp32 ``x [d]`` -> ``y [d]`` (may not alias)."""
     width = min(d, 128)
     # Strides 1 and 2 together: groups of four lanes, which the compiler turns into shuffles.
@@ -86,21 +83,21 @@ def _rotate_row(x, y, d):
             y[i + 256], y[i + 384] = (a - c) * _HALF, (b - e) * _HALF
 
 
-@njit(**_JIT)
+@exact_kernel
 def rotate_rows(x, out):
     """fp32 ``x [rows, D]`` -> rotated fp32 ``out [rows, D]``, D in 64, 128, 256, 512; no alias."""
     d = x.shape[1]
     for r in range(x.shape[0]):
-        _rotate_row(x[r], out[r], d)
+        rotate_row(x[r], out[r], d)
 
 
-@njit(**_JIT)
+@exact_kernel
 def rotate_rows_to_half(x, out):
     """fp32 ``x [rows, D]`` -> stage rows: rotated, then fp16 bits, uint16 ``out [rows, D]``."""
     d = x.shape[1]
     row = np.empty(d, np.float32)
     for r in range(x.shape[0]):
-        _rotate_row(x[r], row, d)
+        rotate_row(x[r], row, d)
         half = out[r]
         for i in range(d):
             half[i] = float_to_half(row[i])

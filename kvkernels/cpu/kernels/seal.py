@@ -6,15 +6,13 @@ to FMA. Status codes instead of exceptions, because these run without the GIL: 0
 """
 
 import math
-from typing import Any
 
 import numpy as np
-from numba import njit
 
 from kvkernels.cpu.kernels.half import float_to_half, half_to_float
+from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 from kvkernels.cpu.kernels.lines import pack_lines
 
-_JIT: Any = {"cache": True, "nogil": True, "error_model": "numpy"}
 _GROUP = 128
 _ITERATIONS = 16
 
@@ -25,7 +23,7 @@ _ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np
 _BIG = np.float32(3.0e38)
 
 
-@njit(**_JIT)
+@exact_inner
 def _line_std(x, e_row, e_col, std, sums):
     """std fp32 [m] of every column of x / (e_row * e_col), x fp32 [n, m]; one sweep, n % 4 == 0.
 
@@ -53,7 +51,7 @@ def _line_std(x, e_row, e_col, std, sums):
         std[j] = np.float32(math.sqrt(max(var, 0.0)))
 
 
-@njit(**_JIT)
+@exact_inner
 def _log_step(log, std, e):
     """One clamped update of log scales (fp32, in place) and their exponentials ``e``."""
     for i in range(log.shape[0]):
@@ -63,7 +61,7 @@ def _log_step(log, std, e):
         e[i] = np.float32(math.exp(np.float64(log[i])))
 
 
-@njit(**_JIT)
+@exact_inner
 def _spread(std):
     lo, hi = std[0], std[0]
     for i in range(1, std.shape[0]):
@@ -71,7 +69,7 @@ def _spread(std):
     return hi / max(lo, _STD_FLOOR)
 
 
-@njit(**_JIT)
+@exact_inner
 def _normalise(x, xt, bc, br):
     """Best scales bc fp32 [C], br fp32 [R] of tile ``x [R, C]`` (``xt`` its transpose)."""
     rows, cols = x.shape
@@ -96,7 +94,7 @@ def _normalise(x, xt, bc, br):
                 br[r] = er[r]
 
 
-@njit(**_JIT)
+@exact_inner
 def _quantise(x, bc, br, bits, codes, scale, zero):
     """codes uint8 [R, C] and fp32 axes ``scale``, ``zero`` [R] of tile ``x [R, C]``."""
     rows, cols = x.shape
@@ -119,7 +117,7 @@ def _quantise(x, bc, br, bits, codes, scale, zero):
         scale[r], zero[r] = e * step, e * lo
 
 
-@njit(**_JIT)
+@exact_inner
 def _write_axes(scale, zero, other, out):
     """Three fp32 axes -> fp16 bits ``out`` [2 R + C]; False when one is not finite (codec.md 8)."""
     rows = scale.shape[0]
@@ -139,7 +137,7 @@ def _write_axes(scale, zero, other, out):
     return bad == 0
 
 
-@njit(**_JIT)
+@exact_kernel
 def seal_head(tile, is_value, bits, out):
     """Stage rows of one KV head, uint16 ``tile [128, D]`` -> line records uint8 ``out [nbytes]``.
 
@@ -177,7 +175,7 @@ def seal_head(tile, is_value, bits, out):
     return 0
 
 
-@njit(**_JIT)
+@exact_kernel
 def seal_groups(stage, is_value, bits, out):
     """uint16 ``stage [n, 128, D]`` -> line records uint8 ``out [n, nbytes]``, head after head.
 
