@@ -1,0 +1,1 @@
+"""Microbenchmarks with a reference check before every timing, and ratios instead of bare seconds."""

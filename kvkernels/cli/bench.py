@@ -1,0 +1,174 @@
+"""``kvk bench``: times against baselines, each checked against the reference first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.markup import escape
+from rich.progress import Progress
+
+from kvkernels.bench.measure import QUICK, Effort, Load, machine_load
+from kvkernels.bench.report import Guards, Result, compare, read_lines, shown
+from kvkernels.bench.suites import BENCHES, Bench, select
+from kvkernels.cli import FAILED
+from kvkernels.cli.output import emit, stderr, stdout, table
+from kvkernels.errors import InputError
+from kvkernels.registry import open_device
+
+_GUARDS = Path("bench/guards.toml")
+_RETRIES = 2
+_BUSY = 1.3
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--device", default="cpu:0", show_default=True, help="The device to time.")
+@click.option("--filter", "pattern", metavar="GLOB", help="Only benches of this id.")
+@click.option("--list", "list_only", is_flag=True, help="Print the ids and stop.")
+@click.option("--quick", is_flag=True, help="The short list with few rounds.")
+@click.option("--cold", is_flag=True, help="Empty the processor's caches before every call.")
+@click.option("--json", "as_json", is_flag=True, help="JSON lines, schema kvk.bench/1.")
+@click.option("--compare", "pair", nargs=2, type=_FILE, metavar="A B", help="Two --json runs.")
+@click.option("--guard", is_flag=True, help="Exit 1 when a ratio falls below its guard.")
+@click.option(
+    "--guards",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=_GUARDS,
+    show_default=True,
+    help="The file of least ratios.",
+)
+def bench(
+    device: str,
+    pattern: str | None,
+    list_only: bool,
+    quick: bool,
+    cold: bool,
+    as_json: bool,
+    pair: tuple[Path, Path] | None,
+    guard: bool,
+    guards: Path,
+) -> None:
+    """Time the kernels against baselines on this machine.
+
+    Every bench compares its result with a float64 or NumPy reference before it is timed. Exit
+    status 1 when a result is wrong, a guard is broken, or nothing ran.
+    """
+    context = click.get_current_context()
+    if pair:
+        _compare(*pair, as_json)
+        return
+    chosen = select(pattern, quick=quick)
+    if list_only:
+        for item in chosen:
+            click.echo(item.id)
+        return
+    if not chosen:
+        ids = ", ".join(b.id for b in BENCHES)
+        stderr().print(f"nothing matches {escape(repr(pattern))}; there is: {ids}")
+        context.exit(FAILED)
+    limits = Guards.read(guards) if guard else Guards()
+    base = QUICK if quick else Effort()
+    effort = Effort(base.rounds, base.least_s, base.warmup, cold)
+    lines = _run(chosen, device, effort)
+    broken = limits.broken(r for r, _, _ in lines)
+    for _ in range(_RETRIES if broken else 0):
+        names = {name.partition(" vs ")[0] for name, _, _ in broken}
+        again = [b for b in chosen if any(r.case in names for r in _of(lines, b))]
+        stderr().print(f"guards broken: {len(broken)}; timing those again")
+        fresh = _run(again, device, effort)
+        redone = {(r.case, r.baseline) for r, _, _ in fresh}
+        lines = [x for x in lines if (x[0].case, x[0].baseline) not in redone] + fresh
+        broken = limits.broken(r for r, _, _ in lines)
+        if not broken:
+            break
+    if as_json:
+        for result, before, after in lines:
+            emit(result.to_json(before, after))
+    else:
+        _show([r for r, _, _ in lines], lines[0][1], lines[-1][2])
+    for name, least, found in broken:
+        stderr().print(f"guard broken: {escape(name)}: ratio {found:.3f}, least {least:.3f}")
+    unmatched = limits.unmatched(r for r, _, _ in lines) if pattern is None and not quick else []
+    for name in unmatched:
+        stderr().print(f"guard without a measurement: {escape(name)}")
+    if broken or unmatched or any(r.outcome == "wrong" for r, _, _ in lines):
+        context.exit(FAILED)
+
+
+Line = tuple[Result, Load, Load]
+
+
+def _of(lines: list[Line], bench: Bench) -> list[Result]:
+    """Results that came from a bench: its id without slashes begins their case ids."""
+    kind, _, rest = bench.id.partition("/")
+    head, _, size = rest.partition("/")
+    return [
+        r
+        for r, _, _ in lines
+        if r.case.startswith(f"{kind}/{head}") and (not size or r.case.endswith(f"n{size}"))
+    ]
+
+
+def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
+    device = open_device(device_id)
+    lines: list[Line] = []
+    with Progress(console=stderr(), transient=True) as progress:
+        task = progress.add_task("bench", total=len(chosen))
+        for item in chosen:
+            progress.update(task, description=item.id)
+            before = machine_load()
+            results = list(item.run(device, effort))
+            after = machine_load()
+            lines += [(r, before, after) for r in results]
+            progress.advance(task)
+    if not lines:
+        raise InputError("bench", found="no result", needed="at least one")
+    return lines
+
+
+def _show(results: list[Result], first: Load, last: Load) -> None:
+    console = stdout()
+    made = table(
+        *("case", "entry", "baseline", "median", "iqr", "baseline's", "ratio", "error", "outcome"),
+        right="median iqr baseline's ratio error",
+    )
+    for r in results:
+        other = shown(r.value) if r.unit == "s (baseline)" else "-"
+        if r.unit == "bytes":
+            other = f"{r.value:,.0f} B"
+        ratio = "-" if r.ratio is None else f"{r.ratio:.2f}"
+        error = "-" if r.error is None else f"{r.error:.1e}"
+        made.add_row(
+            *(r.case, r.entry or "-", r.baseline or "-", shown(r.median_s), shown(r.iqr_s)),
+            *(other, ratio, error, r.outcome),
+        )
+    console.print(made)
+    targets = table("case", "target", "note")
+    for r in {r.case: r for r in results if r.target}.values():
+        targets.add_row(r.case, escape(r.target), escape(r.note))
+    console.print()
+    console.print(targets)
+    console.print(
+        f"\nratio: baseline / own, above 1 is quicker (bytes: smaller; transient: growth)."
+        f"\nload before {first.load1:.2f} after {last.load1:.2f}; "
+        f"spin {first.spin:.2f} / {last.spin:.2f} (1 is a quiet machine)"
+    )
+    if max(first.spin, last.spin) > _BUSY:
+        stderr().print("the machine is busy: trust ratios more than times, and measure again")
+
+
+def _compare(a: Path, b: Path, as_json: bool) -> None:
+    lines = compare(read_lines(a), read_lines(b))
+    if as_json:
+        for line in lines:
+            emit(line)
+    else:
+        made = table("case", "before", "after", "after/before", "verdict", right="before after")
+        for line in lines:
+            times = shown(line["before_s"]), shown(line["after_s"])
+            made.add_row(line["case"], *times, f"{line['ratio']:.3f}", line["verdict"])
+        stdout().print(made)
+    if not lines:
+        stderr().print("the two runs have no timed case in common")
+        click.get_current_context().exit(FAILED)
