@@ -59,7 +59,13 @@ def run(device: Device, effort: Effort) -> Iterator[Result]:
 
     def build_and_confirm() -> None:
         built = attend_op(
-            spec, device.caps.id, 1, _PAST + 1, q_dtype="f32", kv_dtype="f32", max_offset=op.max_offset
+            spec,
+            device.caps.id,
+            1,
+            _PAST + 1,
+            q_dtype="f32",
+            kv_dtype="f32",
+            max_offset=op.max_offset,
         )
         cache.confirm(0, built)
 

@@ -19,7 +19,9 @@ OUTCOMES = ("ok", "miss", "info", "wrong")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One measured value. ``ratio`` is baseline / own time (above 1: own is quicker).
+    """One measured value. ``ratio`` is baseline / own time (above 1: own is quicker), the median
+    of the rounds; ``ratio_of_minima`` is that of the best rounds, which a busy machine flatters
+    less.
 
     ``value`` in ``unit`` is what ``target`` speaks about, when there is one. ``error`` is relative
     to the float64 reference, checked before anything is timed; ``outcome`` is ``wrong`` when that
@@ -34,6 +36,7 @@ class Result:
     iqr_s: float | None = None
     min_s: float | None = None
     ratio: float | None = None
+    ratio_of_minima: float | None = None
     baseline: str | None = None
     error: float | None = None
     value: float | None = None

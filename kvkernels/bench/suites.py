@@ -113,6 +113,7 @@ def _decode(k_bits: int, v_bits: int, n_kv: int, *, materialized: bool) -> Run:
                 timed,
                 baseline=name,
                 ratio=ratio,
+                ratio_of_minima=sample.min_s / own.min_s,
                 value=sample.median_s,
                 unit="s (baseline)",
                 target="ratio >= 1 against every baseline",
@@ -176,9 +177,7 @@ def _wrong_records(cache: Cache, rows: Rows, bits: int) -> str:
         nbytes = HeadLayout(side, bits, HEAD_DIM).nbytes
         records = np.asarray(pool).reshape(N_KV_HEAD, -1, nbytes)
         for h in (0, N_KV_HEAD - 1):
-            if not np.array_equal(
-                records[h, slot], reference.encode(exact[:GROUP, h], side, bits)
-            ):
+            if not np.array_equal(records[h, slot], reference.encode(exact[:GROUP, h], side, bits)):
                 return f"{side} head {h}"
     return ""
 

@@ -20,6 +20,7 @@ from kvkernels.records.layout import HeadLayout, Side
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 _FILL_ROWS = 512
+_WIDE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,13 @@ def filled(
     return cache
 
 
-def decoded(cache: Cache, rows: Rows, seq: int = 0) -> tuple[F64, F64]:
+def decoded(
+    cache: Cache, rows: Rows, seq: int = 0, *, newest_exact: bool = True
+) -> tuple[F64, F64]:
     """What attention of the next row should see, float64 [n, n_kv_head, D], un-rotated: records as
     the NumPy reference decodes their bytes, else the rows as the stage rounds them.
+
+    Without ``newest_exact`` every row that has a record comes from it.
     """
     state, spec = cache.state[seq], cache.plan.layers[0].spec
     pages = state.pages[cache.class_of[0]]
@@ -90,7 +95,7 @@ def decoded(cache: Cache, rows: Rows, seq: int = 0) -> tuple[F64, F64]:
         out = reference.stage_rows(exact[: state.n]).astype(np.float64)
         for group, slot in enumerate(pages.table):
             stop = (group + 1) * GROUP
-            if group in pages.blocks:  # the newest 128 rows are seen exactly
+            if newest_exact and group in pages.blocks:  # the newest 128 rows are seen exactly
                 stop = min(stop, state.n - GROUP + 1)
             if slot < 0 or stop <= group * GROUP:  # sinks have no record
                 continue
@@ -122,13 +127,16 @@ def numpy_step(
     """A decode step in NumPy over a ready cache: k and v [n, n_kv_head, D], stored as given.
 
     Kept head by head ([n_kv_head, n, D]), which is the layout BLAS likes best here. A float16 cache
-    is widened head by head into a buffer that stays in the processor's cache: NumPy has no float16
-    matrix product of its own worth the name.
+    is widened in blocks of rows that stay in the processor's cache, quicker than any other way we
+    found: NumPy has no float16 matrix product worth the name.
     """
     keys = np.ascontiguousarray(k.transpose(1, 0, 2))
     values = np.ascontiguousarray(v.transpose(1, 0, 2))
     grouped = q.reshape(spec.n_kv_head, spec.gqa, spec.head_dim) * np.float32(spec.scale)
-    wide = np.empty(keys.shape[1:], np.float32)
+    n = keys.shape[1]
+    wide = np.empty((_WIDE_ROWS, spec.head_dim), np.float32)
+    scores = np.empty((spec.gqa, n), np.float32)
+    blocks = [(a, min(n, a + _WIDE_ROWS)) for a in range(0, n, _WIDE_ROWS)]
 
     def softmax(scores: F32) -> F32:
         p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -140,12 +148,15 @@ def numpy_step(
         return (p @ values).reshape(spec.n_head, spec.head_dim)
 
     def widened() -> F32:
-        out = np.empty((spec.n_kv_head, spec.gqa, spec.head_dim), np.float32)
+        out = np.zeros((spec.n_kv_head, spec.gqa, spec.head_dim), np.float32)
         for h in range(spec.n_kv_head):
-            np.copyto(wide, keys[h])
-            p = softmax(grouped[h] @ wide.T)
-            np.copyto(wide, values[h])
-            np.matmul(p, wide, out=out[h])
+            for a, b in blocks:
+                np.copyto(wide[: b - a], keys[h, a:b])
+                np.matmul(grouped[h], wide[: b - a].T, out=scores[:, a:b])
+            p = softmax(scores)
+            for a, b in blocks:
+                np.copyto(wide[: b - a], values[h, a:b])
+                out[h] += p[:, a:b] @ wide[: b - a]
         return out.reshape(spec.n_head, spec.head_dim)
 
     return ready if keys.dtype == np.float32 else widened

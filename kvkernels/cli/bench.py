@@ -130,18 +130,20 @@ def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
 def _show(results: list[Result], first: Load, last: Load) -> None:
     console = stdout()
     made = table(
-        *("case", "entry", "baseline", "median", "iqr", "baseline's", "ratio", "error", "outcome"),
-        right="median iqr baseline's ratio error",
+        *("case", "entry", "baseline", "median", "iqr", "baseline's", "ratio", "of minima"),
+        *("error", "outcome"),
+        left=3,
     )
     for r in results:
         other = shown(r.value) if r.unit == "s (baseline)" else "-"
         if r.unit == "bytes":
             other = f"{r.value:,.0f} B"
         ratio = "-" if r.ratio is None else f"{r.ratio:.2f}"
+        best = "-" if r.ratio_of_minima is None else f"{r.ratio_of_minima:.2f}"
         error = "-" if r.error is None else f"{r.error:.1e}"
         made.add_row(
             *(r.case, r.entry or "-", r.baseline or "-", shown(r.median_s), shown(r.iqr_s)),
-            *(other, ratio, error, r.outcome),
+            *(other, ratio, best, error, r.outcome),
         )
     console.print(made)
     targets = table("case", "target", "note")
@@ -164,7 +166,7 @@ def _compare(a: Path, b: Path, as_json: bool) -> None:
         for line in lines:
             emit(line)
     else:
-        made = table("case", "before", "after", "after/before", "verdict", right="before after")
+        made = table("case", "before", "after", "after/before", "verdict", left=1)
         for line in lines:
             times = shown(line["before_s"]), shown(line["after_s"])
             made.add_row(line["case"], *times, f"{line['ratio']:.3f}", line["verdict"])

@@ -111,7 +111,9 @@ def _read_layer(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(_text(path))
     except ValueError as error:
-        raise InputError(str(path), found=f"text that is not JSON ({error})", needed="JSON") from None
+        raise InputError(
+            str(path), found=f"text that is not JSON ({error})", needed="JSON"
+        ) from None
     if not isinstance(data, dict):
         raise InputError(str(path), found=type(data).__name__, needed="a JSON object")
     known = {f.name for f in fields(LayerSpec)} | set(_COUNTS)

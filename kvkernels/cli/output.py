@@ -27,10 +27,9 @@ def emit(data: Any) -> None:
     click.echo(json.dumps(data, sort_keys=False, allow_nan=False))
 
 
-def table(*columns: str, title: str | None = None, right: str = "") -> Table:
-    """A plain table; columns named in ``right`` (space separated) hold numbers."""
-    numbers = set(right.split())
-    made = Table(title=title, box=None, pad_edge=False, title_justify="left", header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+def table(*columns: str, left: int = 99) -> Table:
+    """A plain table; all but the first ``left`` columns hold numbers and are set to the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
     return made
