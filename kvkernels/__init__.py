@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvkernels.dispatch import Decision as Decision
     from kvkernels.dispatch import Policy as Policy
     from kvkernels.engine import AttendPlan as AttendPlan
-    from kvkernels.engine import Records as Records
     from kvkernels.engine import attend as attend
     from kvkernels.engine import decode as decode
     from kvkernels.engine import encode as encode
@@ -25,11 +24,12 @@ if TYPE_CHECKING:
     from kvkernels.planner import Limits as Limits
     from kvkernels.planner import Plan as Plan
     from kvkernels.planner import plan as plan
+    from kvkernels.records.sealed import Records as Records
     from kvkernels.registry import open_device as open_device
 
 _PUBLIC = {
     "AttendPlan": "engine",
-    "Records": "engine",
+    "Records": "records.sealed",
     "attend": "engine",
     "decode": "engine",
     "encode": "engine",

@@ -73,10 +73,10 @@ class SeqView:
 class LayerBuffers:
     """Device memory of one layer.
 
-    k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact, v_exact: fp16
-    [n_kv_head, blocks, 128, D], rotated; q_exact: fp16 [n_head, blocks, 128, D], rotated, or None
-    when queries are not staged. One KV head's records are contiguous, heads are never interleaved
-    (codec.md 5b).
+    k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact: fp16
+    [n_kv_head, blocks, D, 128], v_exact: fp16 [n_kv_head, blocks, 128, D], both rotated; q_exact:
+    fp16 [n_head, blocks, 128, D], rotated, or None when queries are not staged. One KV head's
+    records are contiguous, heads are never interleaved (codec.md 5b).
     """
 
     k_records: Any
@@ -124,6 +124,7 @@ class AttendCall:
     masks: tuple[Any | None, ...]
     sink_logits: Any | None
     window_chunk: int
+    activations: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,76 +31,12 @@ from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.planner import attend_op
-from kvkernels.records.layout import GROUP, LINE, STREAM, HeadLayout, Side
-from kvkernels.records.packing import line_to_stream, stream_to_line
+from kvkernels.records.layout import GROUP, LINE, Side
+from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
 
-Bytes = NDArray[np.uint8]
 _DECODE_ROWS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Records:
-    """Sealed groups of one layer. k, v: uint8 [n_kv_head, n_groups, head bytes], C-contiguous.
-
-    ``layout``: "line" (what kernels read) or "stream" (files, exchange). The layout travels with
-    the bytes, so that a reader of one never takes the other.
-    """
-
-    spec: LayerSpec
-    k: Bytes
-    v: Bytes
-    layout: str = LINE
-
-    def __post_init__(self) -> None:
-        if self.layout not in (LINE, STREAM):
-            raise InputError("layout", found=repr(self.layout), needed=f"{LINE!r} or {STREAM!r}")
-        for name, array, layout in (
-            ("k", self.k, _head(self.spec, Side.K)),
-            ("v", self.v, _head(self.spec, Side.V)),
-        ):
-            shape = (self.spec.n_kv_head, self.n_groups, layout.nbytes)
-            ok = array.dtype == np.uint8 and array.shape == shape and array.flags.c_contiguous
-            if not ok:
-                raise InputError(
-                    f"records.{name}",
-                    found=f"{array.dtype} {array.shape}",
-                    needed=f"C-contiguous uint8 {shape} (n_kv_head, groups, head bytes)",
-                )
-
-    @property
-    def n_groups(self) -> int:
-        """Sealed groups of 128 tokens."""
-        return int(self.k.shape[1]) if self.k.ndim == 3 else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both sides."""
-        return int(self.k.nbytes + self.v.nbytes)
-
-    def to_layout(self, layout: str) -> Records:
-        """The same records in another layout: a pure permutation of bytes."""
-        if layout == self.layout:
-            return self
-        change = line_to_stream if layout == STREAM else stream_to_line
-        if layout not in (LINE, STREAM):
-            raise InputError("layout", found=repr(layout), needed=f"{LINE!r} or {STREAM!r}")
-
-        def one(array: Bytes, side: Side) -> Bytes:
-            record = _head(self.spec, side).record
-            return np.ascontiguousarray(
-                change(array.reshape(-1, record.nbytes), record).reshape(array.shape)
-            )
-
-        return Records(self.spec, one(self.k, Side.K), one(self.v, Side.V), layout)
-
-
-def _head(spec: LayerSpec, side: Side) -> HeadLayout:
-    bits = spec.k_bits if side is Side.K else spec.v_bits
-    if bits is None:
-        raise InputError("spec", found=f"{spec.k}/{spec.v}", needed="KVarN types on both sides")
-    return HeadLayout(side, bits, spec.head_dim)
 
 
 @lru_cache(maxsize=8)
@@ -143,7 +79,8 @@ def encode(k: Any, v: Any, spec: LayerSpec, *, device: Device | str = "cpu:0") -
     rows_v = check_rows(device, "v", v, shape, stored=True)
     groups = n // GROUP
     pools = [
-        np.zeros((spec.n_kv_head, groups, _head(spec, side).nbytes), np.uint8) for side in Side
+        np.zeros((spec.n_kv_head, groups, head_layout(spec, side).nbytes), np.uint8)
+        for side in Side
     ]
     writes = tuple(GroupWrite(g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups))
     device.run(
@@ -191,10 +128,12 @@ class AttendPlan:
         n_q: Sequence[int],
         *,
         current: bool = True,
+        activations: str = "auto",
         device: Device | str = "cpu:0",
         policy: Policy | None = None,
     ) -> None:
         self.device, self.spec, self.current = _device(device), spec, current
+        self.activations = activations
         self.policy = policy
         if not group_tables or len(group_tables) != len(n_q):
             raise InputError(
@@ -232,6 +171,7 @@ class AttendPlan:
             kv_dtype=kv,
             bias=bias,
             bias_stride=stride,
+            activations=self.activations,
         )
 
     def run(
@@ -296,6 +236,7 @@ class AttendPlan:
                 masks=bias.masks,
                 sink_logits=sinks,
                 window_chunk=settings().window_chunk,
+                activations=self.activations,
             )
             device.run(entry, op, call)
         device.synchronize()
@@ -334,6 +275,7 @@ def attend(
     v: Any = None,
     mask: Any = None,
     sink_logits: Any = None,
+    activations: str = "auto",
     device: Device | str = "cpu:0",
     policy: Policy | None = None,
 ) -> tuple[Any, Any]:
@@ -344,7 +286,13 @@ def attend(
     table = np.arange(records.n_groups) if group_table is None else group_table
     n_q = int(getattr(q, "shape", (0,))[0])
     plan = AttendPlan(
-        records.spec, [table], [n_q], current=k is not None, device=device, policy=policy
+        records.spec,
+        [table],
+        [n_q],
+        current=k is not None,
+        activations=activations,
+        device=device,
+        policy=policy,
     )
     return plan.run(q, records, k, v, mask=mask, sink_logits=sink_logits)
 

@@ -204,6 +204,7 @@ class AttentionOp:
     bias: str = "none"
     bias_stride: int = 0
     encoder: str = "published"
+    activations: str = "auto"
     alignment: int = 64
     max_offset: int = 0
     scratch_bytes: int = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkernels.backend import Device
 from kvkernels.dispatch import Decision, Policy, decide
-from kvkernels.errors import InputError, RequestError, UnsupportedOp
+from kvkernels.errors import InputError, RequestError, UnsupportedOp, did_you_mean
 from kvkernels.memory import LayerSizes, Memory
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.pages import PageClass
@@ -20,6 +20,10 @@ from kvkernels.settings import DEFAULT_WINDOW_CHUNK, settings
 
 if TYPE_CHECKING:
     from kvkernels.cache import Cache
+
+
+#: how activations enter the dot products with codes (codec.md 5c); auto: the backend's own default
+ACTIVATIONS = ("auto", "int8", "int16", "f32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,7 @@ class Limits:
     verify: int = 16
     keep_queries: bool = False
     window_chunk: int | None = None
+    activations: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_ubatch", "n_seq", "verify"):
@@ -51,6 +56,13 @@ class Limits:
                 "rollback",
                 found=repr(self.rollback),
                 needed=f"0..{GROUP}: the previous group's exact rows are what a rollback needs",
+            )
+        if self.activations not in ACTIVATIONS:
+            raise RequestError(
+                "activations",
+                found=repr(self.activations),
+                needed=f"one of {', '.join(ACTIVATIONS)}",
+                hint=did_you_mean(str(self.activations), ACTIVATIONS),
             )
         chunk = self.window_chunk
         if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool)):
@@ -88,7 +100,13 @@ class Plan:
         if not 0 <= layer < len(self.layers):
             raise InputError("layer", found=layer, needed=f"0..{len(self.layers) - 1}")
         n_kv = self.limits.n_ctx if n_kv is None else n_kv
-        return attend_op(self.layers[layer].spec, self.device.caps.id, n_q, n_kv)
+        return attend_op(
+            self.layers[layer].spec,
+            self.device.caps.id,
+            n_q,
+            n_kv,
+            activations=self.limits.activations,
+        )
 
     def explain(self, layer: int, *, n_q: int = 1, n_kv: int | None = None) -> Decision:
         """The decision for that operation: route, entry and every row with its reasons."""
@@ -201,7 +219,7 @@ def plan(
 
 def _decide_layer(spec: LayerSpec, device: Device, limits: Limits, policy: Policy) -> LayerPlan:
     corners = dict.fromkeys(
-        attend_op(spec, device.caps.id, n_q, n_kv)
+        attend_op(spec, device.caps.id, n_q, n_kv, activations=limits.activations)
         for n_q in sorted({1, min(limits.verify, limits.n_ubatch), limits.n_ubatch})
         for n_kv in (n_q, max(n_q, limits.n_ctx))
     )

@@ -37,6 +37,11 @@ DOCS = (
         str(DEFAULT_WINDOW_CHUNK),
     ),
     SettingDoc(
+        "KVK_CPU_ISA",
+        "instruction set of the CPU kernels; one the CPU lacks is refused",
+        "the best the CPU has",
+    ),
+    SettingDoc(
         "KVK_PROBE_TIMEOUT",
         "seconds that the probe of one backend may take, > 0",
         f"{DEFAULT_PROBE_TIMEOUT:g}",
@@ -54,6 +59,7 @@ class Settings:
     """The values in force. ``num_threads`` None means affinity and cgroup decide."""
 
     num_threads: int | None = None
+    cpu_isa: str | None = None
     window_chunk: int = DEFAULT_WINDOW_CHUNK
     probe_timeout: float = DEFAULT_PROBE_TIMEOUT
     tail_allow_generic: bool = False
@@ -83,6 +89,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     chunk = whole("KVK_WINDOW_CHUNK", "a whole number of tokens")
     return Settings(
         num_threads=threads,
+        cpu_isa=text("KVK_CPU_ISA") or None,
         window_chunk=chunk if chunk is not None and chunk > 0 else DEFAULT_WINDOW_CHUNK,
         probe_timeout=_seconds("KVK_PROBE_TIMEOUT", text("KVK_PROBE_TIMEOUT")),
         tail_allow_generic=text("KVK_TAIL_ALLOW_GENERIC") not in ("", "0"),

@@ -106,6 +106,7 @@ class Step:
                 masks=bias.masks,
                 sink_logits=sinks,
                 window_chunk=cache.plan.window_chunk,
+                activations=cache.plan.limits.activations,
             )
             device.run(str(decision.entry), decision.op, call)
         self._rows[layer] = rows  # type: ignore[assignment]
@@ -127,6 +128,7 @@ class Step:
             stage=any(v.tiles for v in views),
             q_dtype=rows[0].dtype,
             kv_dtype=rows[1].dtype,
+            activations=cache.plan.limits.activations,
             bias=bias.kind,
             bias_stride=bias.stride,
             max_offset=max(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvkernels.backend import API_VERSION
+from kvkernels.backend import API_VERSION, BackendStatus
 from kvkernels.capabilities import Capability, DeviceCaps
+from kvkernels.cpu.features import ISAS, best, missing
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.cpu.table import TABLE
+from kvkernels.errors import BackendUnavailable, did_you_mean
 from kvkernels.settings import settings
 
 if TYPE_CHECKING:
@@ -22,12 +24,31 @@ class CpuBackend:
     api_version = API_VERSION
     table: tuple[Capability, ...] = TABLE
 
-    def probe(self) -> Sequence[DeviceCaps]:
-        """Always one device, ``cpu:0``."""
-        return (probe_cpu(),)
+    def probe(self) -> BackendStatus | Sequence[DeviceCaps]:
+        """One device, ``cpu:0``; none when ``KVK_CPU_ISA`` asks for what the CPU does not have."""
+        return _probe()
 
     def open(self, device_id: str) -> CpuDevice:
         """Open ``cpu:0``; threads from ``KVK_NUM_THREADS``, else affinity and cgroup."""
         from kvkernels.cpu.device import CpuDevice
 
-        return CpuDevice(probe_cpu(), n_threads=settings().num_threads)
+        found = _probe()
+        if isinstance(found, BackendStatus):
+            raise BackendUnavailable(found)
+        return CpuDevice(found[0], n_threads=settings().num_threads)
+
+
+def _probe() -> BackendStatus | tuple[DeviceCaps]:
+    isa = settings().cpu_isa
+    if isa is None:
+        return (probe_cpu(),)
+    if isa not in ISAS:
+        text = f"KVK_CPU_ISA={isa!r} is not one of {', '.join(ISAS)}"
+        return BackendStatus("cpu", "unavailable", text, did_you_mean(isa, ISAS))
+    caps = probe_cpu(isa)
+    lacking = missing(isa, caps.features)
+    if lacking:
+        text = f"KVK_CPU_ISA={isa} needs {', '.join(lacking)}, which this CPU does not have enabled"
+        hint = f"Unset KVK_CPU_ISA; the best here is {best(caps.features)}"
+        return BackendStatus("cpu", "unavailable", text, hint)
+    return (caps,)

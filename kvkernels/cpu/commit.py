@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from kvkernels.calls import CommitCall, GroupWrite, MaterializeCall
 from kvkernels.cpu.kernels.codec import rotate_rows, rotate_rows_to_half, seal_head
 from kvkernels.cpu.pool import ThreadPool
-from kvkernels.cpu.prefill import materialize_head
 from kvkernels.cpu.scratch import Scratch
+from kvkernels.cpu.window import materialize_head
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 
 Halves = NDArray[np.uint16]
@@ -28,8 +28,11 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
         sides.append((call.q, buffers.q_exact, layer.n_head, Side.K, None, None))
     for write in call.writes:
         for rows, exact, n_head, side, bits, records in sides:
-            blocks = exact.reshape(n_head, -1, GROUP, layer.head_dim)
-            tiles = _stage(write, rows, blocks, scratch)
+            # K and its queries lie [D, 128], so that a product over channels reads tokens side by
+            # side.
+            by_channel = side is Side.K
+            blocks = exact.reshape(n_head, -1, *_tile_shape(layer.head_dim, by_channel))
+            tiles = _stage(write, rows, blocks, by_channel, scratch)
             if write.slot >= 0 and records is not None:
                 assert bits is not None
                 nbytes = HeadLayout(side, bits, layer.head_dim).nbytes
@@ -37,24 +40,34 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
                 _seal(tiles, side, bits, target, pool)
 
 
+def _tile_shape(dim: int, by_channel: bool) -> tuple[int, int]:
+    return (dim, GROUP) if by_channel else (GROUP, dim)
+
+
 def _stage(
-    write: GroupWrite, rows: NDArray[np.float32], blocks: Halves, scratch: Scratch
+    write: GroupWrite,
+    rows: NDArray[np.float32],
+    blocks: Halves,
+    by_channel: bool,
+    scratch: Scratch,
 ) -> Halves:
     """Rotate the new rows, round them to fp16, put them into their block;
-    returns the tiles [heads, 128, D].
+    returns the tiles of all heads.
     """
-    n_head, _, _, dim = blocks.shape
+    n_head, dim = rows.shape[1:]
     source = rows[write.source : write.source + write.rows].reshape(-1, dim)
     half = scratch.get("rotated_rows", source.shape, np.uint16)
     rotate_rows_to_half(source, half)
     if write.block >= 0:
         tiles = blocks[:, write.block]
     else:
-        tiles = scratch.get("tiles", (n_head, GROUP, dim), np.uint16)
+        tiles = scratch.get("tiles", (n_head, *_tile_shape(dim, by_channel)), np.uint16)
+    tokens = tiles.transpose(0, 2, 1) if by_channel else tiles
     if write.row and write.base != write.block:
-        tiles[:, : write.row] = blocks[:, write.base, : write.row]
+        base = blocks[:, write.base]
+        tokens[:, : write.row] = (base.transpose(0, 2, 1) if by_channel else base)[:, : write.row]
     new = half.reshape(write.rows, n_head, dim).transpose(1, 0, 2)
-    tiles[:, write.row : write.row + write.rows] = new
+    tokens[:, write.row : write.row + write.rows] = new
     return tiles
 
 
@@ -65,7 +78,8 @@ def _seal(
 
     def work(start: int, stop: int) -> None:
         for h in range(start, stop):
-            if seal_head(tiles[h], side is Side.V, bits, target[h]):
+            tile = tiles[h] if side is Side.V else np.ascontiguousarray(tiles[h].T)
+            if seal_head(tile, side is Side.V, bits, target[h]):
                 failed.append(h)
 
     pool.ranges(work, len(tiles))

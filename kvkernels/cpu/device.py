@@ -9,18 +9,18 @@ import numpy as np
 from kvkernels.backend import Rows
 from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCall
 from kvkernels.capabilities import Capability, DeviceCaps
+from kvkernels.cpu.attend import attend_records
 from kvkernels.cpu.commit import commit, materialize
-from kvkernels.cpu.decode import attend_decode
 from kvkernels.cpu.kernels.codec import first_nonfinite, rotate_rows_to_half
 from kvkernels.cpu.pool import ThreadPool, available_threads
-from kvkernels.cpu.prefill import attend_prefill
 from kvkernels.cpu.scratch import Scratch, aligned
 from kvkernels.cpu.table import TABLE
+from kvkernels.cpu.window import attend_window
 from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
 
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
 
 
@@ -33,6 +33,7 @@ class CpuDevice:
 
     def __init__(self, caps: DeviceCaps, n_threads: int | None = None) -> None:
         self.caps = caps
+        self.isa = str(caps.facts["isa"])
         self.pool = ThreadPool(n_threads or available_threads())
         self.scratch = Scratch()
 
@@ -64,7 +65,9 @@ class CpuDevice:
         """Any host array (NumPy, or DLPack on the CPU) as float32, with its own dtype's name."""
         if not isinstance(array, np.ndarray):
             array = _from_dlpack(field, array)
-        kind = _DTYPES.get(array.dtype.name)
+        kind = _DTYPES.get(array.dtype)
+        if kind is None and array.dtype.name == "bfloat16":  # of ml_dtypes, which we do not need
+            kind = "bf16"
         if kind is None:
             raise InputError(
                 field, found=f"dtype {array.dtype}", needed="float32, float16 or bfloat16"
@@ -96,12 +99,13 @@ class CpuDevice:
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Run an entry. The entry checks nothing again: ``op`` was confirmed against the table."""
-        if entry == "cpu/attend_decode":
+        if entry in ("cpu/attend_decode", "cpu/attend_prefill"):
             _expect(call, AttendCall)
-            attend_decode(call, self.scratch, self.pool)
-        elif entry in ("cpu/attend_prefill", "cpu/attend_materialized"):
+            blocks = entry == "cpu/attend_prefill"
+            attend_records(call, self.scratch, self.pool, self.isa, blocks=blocks)
+        elif entry == "cpu/attend_materialized":
             _expect(call, AttendCall)
-            attend_prefill(call, self.scratch, materialized=entry.endswith("materialized"))
+            attend_window(call, self.scratch)
         elif entry == "cpu/commit":
             _expect(call, CommitCall)
             commit(call, self.scratch, self.pool)

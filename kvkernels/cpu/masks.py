@@ -43,14 +43,18 @@ def additive(mask: Any, shape: tuple[int, int, int]) -> NDArray[np.float32]:
 
 
 def flatten(
-    seqs: NDArray[np.int64], views: Sequence[SeqView], masks: Sequence[Any | None], n_head: int
+    seqs: NDArray[np.int64],
+    views: Sequence[SeqView],
+    masks: Sequence[Any | None],
+    n_head: int,
+    current: bool,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """All masks of a batch in one flat array, and ``seqs`` with offset and strides filled in."""
     seqs, parts, at = seqs.copy(), [], 0
     for row, view, mask in zip(seqs, views, masks, strict=True):
         if mask is None:
             continue
-        flat = additive(mask, (n_head, view.n_q, view.n_past + view.n_q))
+        flat = additive(mask, (n_head, view.n_q, view.n_past + (view.n_q if current else 0)))
         heads, queries, keys = flat.shape
         row[5:8] = at, queries * keys if heads > 1 else 0, keys if queries > 1 else 0
         parts.append(flat.reshape(-1))

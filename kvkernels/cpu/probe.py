@@ -6,6 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from kvkernels.capabilities import DeviceCaps, Fact, Feature
+from kvkernels.cpu.features import best
 from kvkernels.cpu.pool import available_threads
 from kvkernels.cpu.table import TABLE
 
@@ -37,6 +38,12 @@ def _cpuinfo() -> tuple[str, frozenset[str] | None]:
     return name, flags
 
 
+def _features(flags: frozenset[str] | None) -> dict[str, Feature]:
+    if flags is None:
+        return {ours: Feature(None, None, "no /proc/cpuinfo") for ours in _FLAGS.values()}
+    return {ours: Feature(theirs in flags, theirs in flags) for theirs, ours in _FLAGS.items()}
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -44,20 +51,16 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def probe_cpu() -> DeviceCaps:
-    """The one CPU device, ``cpu:0``."""
+def probe_cpu(isa: str | None = None) -> DeviceCaps:
+    """The one CPU device, ``cpu:0``, using ``isa`` (None: the best it has)."""
     name, flags = _cpuinfo()
+    features = _features(flags)
     facts: dict[str, Fact] = {
         "arch": platform.machine(),
+        "isa": isa or best(features),
         "n_threads": available_threads(),
         "numba": _version("numba"),
         "numpy": _version("numpy"),
-    }
-    features = {
-        ours: Feature(flags is not None and theirs in flags, flags is not None and theirs in flags)
-        if flags is not None
-        else Feature(None, None, "no /proc/cpuinfo")
-        for theirs, ours in _FLAGS.items()
     }
     return DeviceCaps(
         id="cpu:0",

@@ -4,6 +4,7 @@ so that transient bytes are observed and not guessed (M2).
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Scratch:
         same name.
         """
         kind = np.dtype(dtype)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        nbytes = prod(shape) * kind.itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < nbytes:
             buffer = self._buffers[name] = aligned(nbytes)

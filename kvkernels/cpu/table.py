@@ -41,6 +41,12 @@ _attend: tuple[Requirement, ...] = (
     one_of("kv_dtype", ("f32", "f16", "bf16")),
     equal("causal", True),
     multiple_of("alignment", 64),
+    one_of("activations", ("auto", "int8", "int16", "f32")),
+)
+
+_NUMERICS = (
+    "integer codes times folded activations, float32 sums; auto: int16 for QK^T, int8 for PV up to "
+    "4 bits, else int16 (float32 on a CPU without byte dot products)"
 )
 
 TABLE: tuple[Capability, ...] = (
@@ -49,21 +55,21 @@ TABLE: tuple[Capability, ...] = (
         kind=OpKind.ATTEND,
         route=Route.NATIVE,
         requires=(*_attend, at_most("n_q", MAX_N_Q)),
-        numerics="float32 activations and sums over integer codes; scales folded",
+        numerics=_NUMERICS,
     ),
     Capability(
         entry="cpu/attend_prefill",
         kind=OpKind.ATTEND,
         route=Route.NATIVE,
         requires=_attend,
-        numerics="float32 window of one KV head through BLAS, softmax merged over windows",
+        numerics=_NUMERICS,
     ),
     Capability(
         entry="cpu/attend_materialized",
         kind=OpKind.ATTEND,
         route=Route.MATERIALIZE,
         requires=_attend,
-        numerics="all keys of one KV head decoded to float32 at once",
+        numerics="float32 windows of one KV head through BLAS, softmax merged over windows",
     ),
     Capability(
         entry="cpu/commit",

@@ -2,9 +2,9 @@
 
 from numba import float32, int64
 
-from kvkernels.cpu.kernels.attend import N_HEAD, N_KV_HEAD, visible
 from kvkernels.cpu.kernels.jit import kernel
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
+from kvkernels.cpu.kernels.tiles import N_HEAD, N_KV_HEAD, visible
 
 
 @kernel

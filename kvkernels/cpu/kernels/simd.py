@@ -152,6 +152,24 @@ def store(_, array, index, value):
 
 
 @intrinsic
+def store_bytes(_, array, index, value):
+    """``array[index : index + 16] = value``: the low byte of each int32 lane,
+    into a uint8 array.
+    """
+    if array.dtype != types.uint8 or value != I32x16:
+        return None
+
+    def codegen(context, builder, sig, args):
+        pointer = _element(context, builder, sig.args[0], args[0], args[1])
+        kind = ir.VectorType(ir.IntType(8), LANES)
+        narrow = builder.trunc(args[2], kind)
+        builder.store(narrow, builder.bitcast(pointer, kind.as_pointer())).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, I32x16), codegen
+
+
+@intrinsic
 def splat(_, value):
     """All lanes = ``value``."""
     if value != types.float32:
@@ -163,6 +181,42 @@ def splat(_, value):
 def fma(_, a, b, c):
     """a * b + c, one rounding."""
     return F32x16(F32x16, F32x16, F32x16), lambda _c, bld, _s, args: fma_value(bld, *args)
+
+
+@intrinsic
+def vabs(_, a):
+    """Absolute value."""
+    return F32x16(F32x16), lambda _c, b, _s, x: call_llvm(b, "llvm.fabs.v16f32", F32V, [x[0]])
+
+
+@intrinsic
+def to_int(_, a):
+    """Nearest integer, ties to even; lanes must fit int32."""
+
+    def codegen(_context, builder, _signature, args):
+        whole = call_llvm(builder, "llvm.nearbyint.v16f32", F32V, [args[0]])
+        return builder.fptosi(whole, I32V)
+
+    return I32x16(F32x16), codegen
+
+
+@intrinsic
+def to_float(_, a):
+    """int32 lanes as float32."""
+    return F32x16(I32x16), lambda _c, b, _s, args: b.sitofp(args[0], F32V)
+
+
+@intrinsic
+def high_byte(_, a):
+    """Upper half of an int16 lane such that ``256 * high + low`` gives it back with both in
+    int8.
+    """
+
+    def codegen(_context, builder, _signature, args):
+        rounded = builder.add(args[0], const_vector(I32V, [128] * LANES))
+        return builder.ashr(rounded, const_vector(I32V, [8] * LANES))
+
+    return I32x16(I32x16), codegen
 
 
 @intrinsic

@@ -1,9 +1,8 @@
-"""Entries ``cpu/attend_prefill`` and ``cpu/attend_materialized``: any number of query rows, through
-BLAS.
+"""Entry ``cpu/attend_materialized``: any number of query rows, through BLAS; reference and
+fallback.
 
 Records are decoded into a transient float32 window of one KV head at a time (W1); scores exist only
 for a block of query rows by a block of keys, so transient bytes do not depend on n_q * n_kv (W3).
-The materialised entry is the same arithmetic with one window over all keys.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import AttendCall, SeqView
 from kvkernels.cpu import masks
-from kvkernels.cpu.decode import geometry
-from kvkernels.cpu.kernels import attend as kernels
 from kvkernels.cpu.kernels.codec import decode_head, rotate_rows
 from kvkernels.cpu.kernels.prefill import softmax_block
+from kvkernels.cpu.kernels.tiles import visible
+from kvkernels.cpu.launch import constants
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, HeadLayout, Side
@@ -44,16 +43,14 @@ class _Run:
     body: bool
 
 
-def attend_prefill(call: AttendCall, scratch: Scratch, *, materialized: bool) -> None:
+def attend_window(call: AttendCall, scratch: Scratch) -> None:
     """Fill ``call.out`` and ``call.lse`` for the rows of the batch, sequence by sequence."""
     for view, mask in zip(call.batch.views, call.masks, strict=True):
         for head in range(call.layer.n_kv_head):
-            _one_head(call, view, mask, head, scratch, materialized)
+            _one_head(call, view, mask, head, scratch)
 
 
-def _one_head(
-    call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Scratch, materialized: bool
-) -> None:
+def _one_head(call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Scratch) -> None:
     layer, dim, gqa = call.layer, call.layer.head_dim, call.layer.gqa
     rows = slice(view.q_start, view.q_start + view.n_q)
     heads = slice(head * gqa, (head + 1) * gqa)
@@ -71,11 +68,11 @@ def _one_head(
     )
     state.m.fill(-np.inf)
     state.lsum.fill(0)
-    shape = geometry(layer, call.buffers.slots, call.buffers.blocks)
+    shape = constants(layer, call.buffers.slots, call.buffers.blocks, "f32", "generic").shape
     o = scratch.get("o", (n, dim), np.float32)
     o.fill(0)
     block = _Block(layer, view, mask, head, shape, state)
-    for run in _past(call, view, head, scratch, materialized):
+    for run in _past(call, view, head, scratch):
         block.add(q_rotated, run, o)
     rotated = scratch.get("o_back", (n, dim), np.float32)
     # Everything so far lives in the rotated domain; the current rows are added un-rotated on top.
@@ -104,27 +101,23 @@ def _add_sink(sink: Floats, state: _State, o: Floats) -> None:
     state.m[:] = top
 
 
-def _past(
-    call: AttendCall, view: SeqView, head: int, scratch: Scratch, materialized: bool
-) -> Iterator[_Run]:
+def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch) -> Iterator[_Run]:
     """Everything before the current rows: sinks, then record windows,
     then the newest exact rows.
     """
     layer, dim, buffers = call.layer, call.layer.head_dim, call.buffers
-    k_exact = buffers.k_exact.reshape(layer.n_kv_head, -1, GROUP, dim)
+    k_exact = buffers.k_exact.reshape(layer.n_kv_head, -1, dim, GROUP)
     v_exact = buffers.v_exact.reshape(layer.n_kv_head, -1, GROUP, dim)
     start, stop = view.body
     for t in view.tiles:
         yield _Run(
-            k_exact[head, t.block, : t.rows].view(np.float16).astype(np.float32),
+            k_exact[head, t.block, :, : t.rows].T.view(np.float16).astype(np.float32),
             v_exact[head, t.block, : t.rows].view(np.float16).astype(np.float32),
             t.base,
             t.twin,
             False,
         )
     groups = max(1, call.window_chunk // GROUP)
-    if materialized:
-        groups = max(1, stop - start)
     width = min(groups, stop - start)
     k = scratch.get("window_k", (width * GROUP, dim), np.float32)
     v = scratch.get("window_v", (width * GROUP, dim), np.float32)
@@ -220,9 +213,7 @@ class _Block:
     def _any_visible(self, first: int, last: int, run: _Run, key: int, n: int) -> bool:
         base = run.base + key
         for query in (first, last):
-            low, high = kernels.visible(
-                self.shape, self.view.n_past + query, base, n, run.twin, run.body
-            )
+            low, high = visible(self.shape, self.view.n_past + query, base, n, run.twin, run.body)
             if max(low, 0) < high:
                 return True
         # A window can lie strictly between the first and the last query's.

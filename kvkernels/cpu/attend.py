@@ -1,0 +1,88 @@
+"""Entries ``cpu/attend_decode`` and ``cpu/attend_prefill``: attention straight from records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvkernels.calls import AttendCall
+from kvkernels.cpu import masks
+from kvkernels.cpu.kernels import attend as kernels
+from kvkernels.cpu.kernels.codec import rotate_rows
+from kvkernels.cpu.kernels.merge import merge
+from kvkernels.cpu.launch import constants, work_of
+from kvkernels.cpu.pool import ThreadPool
+from kvkernels.cpu.scratch import Scratch
+
+_NOTHING = np.zeros(1, np.float32)
+_LANES = 64  # what the matrix kernels read at a time
+
+
+def attend_records(
+    call: AttendCall, scratch: Scratch, pool: ThreadPool, isa: str, *, blocks: bool
+) -> None:
+    """Fill ``call.out`` and ``call.lse`` for the rows of the batch; ``blocks``:
+    by blocks of queries (prefill).
+    """
+    layer, buffers, views = call.layer, call.buffers, call.batch.views
+    current = call.k is not None
+    work = work_of(call.batch, layer, current=current, blocks=blocks)
+    fixed = constants(layer, buffers.slots, buffers.blocks, call.activations, isa)
+    seqs, mask = work.seqs, _NOTHING
+    if any(m is not None for m in call.masks):
+        seqs, mask = masks.flatten(work.seqs, views, call.masks, layer.n_head, current)
+    n_rows, dim = call.batch.n_rows, layer.head_dim
+    flat = (n_rows * layer.n_head, dim)
+    rotated_q = scratch.get("q_rotated", flat, np.float32)
+    rotate_rows(call.q.reshape(flat), rotated_q)
+    k_new, stride = _transposed(call.k, scratch)
+    parts = len(work.items)
+    pm = scratch.get("part_max", (parts, work.rows), np.float32)
+    pl = scratch.get("part_sum", (parts, work.rows), np.float32)
+    po = scratch.get("part_out", (parts, work.rows * dim), np.float32)
+    arguments = (
+        work.items, seqs, work.tiles, work.table, fixed.shape, fixed.dots_k, fixed.dots_v,
+        fixed.middles, fixed.mats, rotated_q.reshape(-1), call.q.reshape(-1),
+        np.float32(layer.scale), np.float32(layer.softcap),
+        masks.slopes(layer.n_head, layer.alibi), mask,
+        buffers.k_records, buffers.k_records.view(np.uint16),
+        buffers.v_records, buffers.v_records.view(np.uint16),
+        buffers.k_exact, buffers.v_exact, k_new, stride,
+        call.v.reshape(-1) if call.v is not None else _NOTHING, pm, pl, po,
+    )  # fmt: skip
+    pool.ranges(lambda a, b: kernels.run_items(a, b, *arguments), parts)
+    # Current rows were summed un-rotated; the rest has to be rotated back before the two meet.
+    rotated = scratch.get("out_rotated", flat, np.float32)
+    plain = scratch.get("out_plain", flat, np.float32)
+    has_sinks = call.sink_logits is not None
+    merge(
+        seqs, work.joins, fixed.shape, call.sink_logits if has_sinks else _NOTHING, has_sinks,
+        pm, pl, po, rotated.reshape(-1), plain.reshape(-1), call.lse.reshape(-1),
+    )  # fmt: skip
+    back = plain
+    if not blocks:
+        rotate_rows(rotated, rotated_q)
+        back = rotated_q
+    for v in views:
+        rows = slice(v.q_start * layer.n_head, (v.q_start + v.n_q) * layer.n_head)
+        target = call.out.reshape(flat)[rows]
+        if blocks:
+            target[:] = back[rows]
+        else:
+            np.add(back[rows], plain[rows], out=target)
+
+
+def _transposed(k: Any | None, scratch: Scratch) -> tuple[Any, int]:
+    """Current K as [n_kv_head, D, padded rows] flat, and its row stride; (nothing, 0) without
+    current rows.
+
+    Lanes past the last row hold whatever was there: kernels hide them, they never mix with others.
+    """
+    if k is None:
+        return _NOTHING, 0
+    n, heads, dim = k.shape
+    stride = -(-n // _LANES) * _LANES + _LANES
+    out = scratch.get("k_transposed", (heads, dim, stride), np.float32)
+    out[:, :, :n] = k.transpose(1, 2, 0)
+    return out.reshape(-1), stride

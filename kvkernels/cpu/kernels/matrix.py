@@ -1,0 +1,113 @@
+"""Rows times a float matrix, for exact rows: ``out[r, o] = sum_k act[r, k] * m[k, o]``.
+
+The same shape as ``dot.py`` with fp16 or float32 elements in place of codes; the matrix lies with
+outputs contiguous, so exact K is kept transposed ([D, tokens]) and exact V as it is ([tokens, D]).
+"""
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kvkernels.cpu.kernels.jit import callback
+from kvkernels.cpu.kernels.simd import F32, F32V, LANES, fma_value, load_value, splat_value
+
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_SIGNATURE = types.void(
+    types.CPointer(types.uint8),
+    types.CPointer(types.float32),
+    types.CPointer(types.float32),
+    *(types.int64,) * 5,
+)
+
+
+@intrinsic(prefer_literal=True)
+def _rows_times(_, m, act, out, n_out, n_red, m_stride, act_stride, out_stride, rows, half):
+    if not isinstance(rows, types.Literal) or not isinstance(half, types.Literal):
+        return None
+    n_rows, is_half = rows.literal_value, half.literal_value
+    size = 2 if is_half else 4
+    # Several blocks of 16 outputs side by side: whole cache lines, and enough independent sums.
+    blocks = 2 if n_rows >= 4 else 4
+
+    def codegen(_context, builder, _signature, args):
+        m, act, out, n_out, n_red, m_stride, act_stride, out_stride = args[:8]
+        zero = ir.Constant(F32V, [0.0] * LANES)
+        sums = [
+            [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows)] for _ in range(blocks)
+        ]
+        acts = [builder.gep(act, [builder.mul(act_stride, _I64(r))]) for r in range(n_rows)]
+        line_bytes = builder.mul(m_stride, _I64(size))
+        with cgutils.for_range(builder, builder.sdiv(n_out, _I64(LANES * blocks))) as outer:
+            at = builder.mul(outer.index, _I64(LANES * blocks))
+            column = builder.gep(m, [builder.mul(at, _I64(size))])
+            for slot in (s for block in sums for s in block):
+                builder.store(zero, slot)
+            with cgutils.for_range(builder, n_red) as inner:
+                pointer = builder.gep(column, [builder.mul(inner.index, line_bytes)])
+                scalars = [
+                    splat_value(builder, builder.load(builder.gep(row, [inner.index])), F32V)
+                    for row in acts
+                ]
+                for j, block in enumerate(sums):
+                    part = builder.gep(pointer, [_I64(LANES * size * j)])
+                    value = load_value(builder, part, _HALVES if is_half else F32V, size)
+                    value = builder.fpext(value, F32V) if is_half else value
+                    for slot, scalar in zip(block, scalars, strict=True):
+                        builder.store(fma_value(builder, value, scalar, builder.load(slot)), slot)
+            for j, block in enumerate(sums):
+                for r, slot in enumerate(block):
+                    index = builder.add(at, builder.mul(out_stride, _I64(r)))
+                    target = builder.gep(out, [builder.add(index, _I64(LANES * j))])
+                    target = builder.bitcast(target, F32V.as_pointer())
+                    builder.store(builder.load(slot), target).align = 4
+        return _context.get_dummy_value()
+
+    return types.void(m, act, out, *(types.int64,) * 5, rows, half), codegen
+
+
+_keep_alive = []  # type: ignore[var-annotated]
+
+
+@cache
+def matrix_address(rows, half):
+    """Address of the micro-kernel for that many rows; ``half``: the matrix is fp16, else float32.
+
+    C signature: ``void(const void *m, const float *act, float *out, int64 n_out, int64 n_red, int64
+    m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 64, strides in elements.
+    """
+
+    @callback(_SIGNATURE)
+    def rows_times(m, act, out, n_out, n_red, m_stride, act_stride, out_stride):
+        _rows_times(m, act, out, n_out, n_red, m_stride, act_stride, out_stride, rows, half)
+
+    _keep_alive.append(rows_times)
+    return rows_times.address
+
+
+@intrinsic
+def call_matrix(
+    _, address, m, m_at, act, act_at, out, out_at, n_out, n_red, m_stride, act_stride, out_stride
+):
+    """Call a micro-kernel of :func:`matrix_address`;
+    ``*_at`` are offsets in elements of each array.
+    """
+
+    def codegen(context, builder, sig, args):
+        def pointer(position, kind):
+            array = context.make_array(sig.args[position])(context, builder, args[position])
+            at = builder.gep(array.data, [args[position + 1]])
+            return builder.bitcast(at, kind.as_pointer())
+
+        kinds = [_I8, F32, F32]
+        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 5)
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        values = [pointer(1 + 2 * i, k) for i, k in enumerate(kinds)]
+        builder.call(function, [*values, *args[7:]])
+        return context.get_dummy_value()
+
+    i64 = types.int64
+    return types.void(i64, m, i64, act, i64, out, i64, *(i64,) * 5), codegen

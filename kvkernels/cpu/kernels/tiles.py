@@ -1,0 +1,243 @@
+"""One tile of keys against all query rows of an item: sealed record, exact rows, and the softmax
+between.
+
+Rows are (query, head of the KV head), ``row = i * gqa + g``. Scores and probabilities are [rows,
+128], outputs [rows, D], all float32 and flat.
+"""
+
+from numba import float32, int64
+
+from kvkernels.cpu.kernels.dot import call_dot
+from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.matrix import call_matrix
+from kvkernels.cpu.kernels.quantise import F32, I8, I16, quantise_i8, quantise_i16
+from kvkernels.cpu.kernels.simd import (
+    fma,
+    hsum,
+    load,
+    load_half,
+    splat,
+    store,
+    zero_unless_positive,
+)
+from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
+
+GROUP = 128
+# `shape`: geometry of the layer and how its kernels are called, int64
+(
+    N_HEAD,
+    N_KV_HEAD,
+    HEAD_DIM,
+    SLICE,
+    WINDOW,
+    EXACT_N,
+    CAUSAL,
+    K_BYTES,
+    V_BYTES,
+    SLOTS,
+    BLOCKS,
+    K_MODE,
+    V_MODE,
+) = range(13)
+# columns of `seqs`
+Q_START, N_Q, N_PAST, TABLE_AT, TWIN_GROUP, MASK_AT, MASK_HEAD, MASK_ROW = range(8)
+
+
+@kernel
+def visible(shape, position, base, n, twin, body):
+    """[low, high) of the keys ``base .. base + n`` that the query at ``position`` sees in this
+    source.
+
+    Rows that exist both as record and as exact row (the twin group) are split by age, so that each
+    is scored once: the newest ``exact_n`` come from the exact side (T6).
+    """
+    low, high = int64(0), int64(n)
+    if shape[WINDOW] > 0:
+        low = max(low, position - shape[WINDOW] + 1 - base)
+        if shape[CAUSAL] == 0:
+            high = min(high, position + shape[WINDOW] - base)
+    if shape[CAUSAL] != 0:
+        high = min(high, position + 1 - base)
+    if twin:
+        edge = position - shape[EXACT_N] + 1 - base
+        if body:
+            high = min(high, edge)
+        else:
+            low = max(low, edge)
+    return low, high
+
+
+@kernel
+def span(shape, position, queries, base, n, twin, body):
+    """Union over ``queries`` of what they see of a tile: rows outside are never read (B5)."""
+    low, high = int64(n), int64(0)
+    for i in range(queries):
+        a, b = visible(shape, position + i, base, n, twin, body)
+        if max(a, 0) < b:
+            low, high = min(low, max(a, 0)), max(high, b)
+    return low, high
+
+
+@kernel
+def block_of(rows_left):
+    """(rows of the next micro-kernel pass, which of the three kernels that is)."""
+    if rows_left >= 4:
+        return int64(4), int64(0)
+    if rows_left >= 2:
+        return int64(2), int64(1)
+    return int64(1), int64(2)
+
+
+@kernel
+def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red):
+    """out[rows, n_out] = activations[rows, n_red] @ codes.T; float activations are in ``w``."""
+    r = int64(0)
+    while r < rows:
+        size, which = block_of(rows - r)
+        if mode == F32:
+            call_dot(
+                dots[which], codes, at, w, r * n_red, scales, int64(0), out, r * n_out, n_out, n_red
+            )
+        else:
+            row_bytes = n_red if mode == I8 else 2 * n_red
+            scale_at = r * (n_red // 32) if mode == I8 else r
+            call_dot(
+                dots[which], codes, at, act, r * row_bytes, scales, scale_at, out, r * n_out,
+                n_out, n_red,
+            )  # fmt: skip
+        r += size
+
+
+@kernel
+def quantise_row(mode, w, r, n, middle, act, scales):
+    """Row ``r`` of w [rows, n] into ``act``; returns the correction to the row's dot product."""
+    if mode == I8:
+        return middle * quantise_i8(w, r * n, n, act, r * n, scales, r * (n // 32))
+    if mode == I16:
+        quantise_i16(w, r * n, n, act, r * 2 * n, scales, r)
+    return float32(0.0)
+
+
+@kernel
+def body_scores(q, shape, dots, middle, codes, axes, at, rows, w, act, scales, tmp, zs, scores):
+    """scores[row, 128] of one sealed group; ``at`` = byte offset of its K record(s)."""
+    width, dim = shape[SLICE], shape[HEAD_DIM]
+    for piece in range(dim // width):
+        record = at + piece * shape[K_BYTES]
+        scale_at = (record + shape[K_BYTES]) // 2 - 2 * width - GROUP
+        zero_at, other_at = scale_at + width, scale_at + 2 * width
+        for r in range(rows):
+            z = splat(float32(0.0))
+            q_at = r * dim + piece * width
+            for d in range(0, width, 16):
+                x = load(q, q_at + d)
+                store(w, r * width + d, x * load_half(axes, scale_at + d))
+                z = fma(x, load_half(axes, zero_at + d), z)
+            zs[r] = hsum(z) + quantise_row(shape[K_MODE], w, r, width, middle, act, scales)
+        times_codes(dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width)
+        for r in range(rows):
+            z = splat(zs[r])
+            for t in range(0, GROUP, 16):
+                s = (load(tmp, r * GROUP + t) + z) * load_half(axes, other_at + t)
+                if piece > 0:
+                    s = s + load(scores, r * GROUP + t)
+                store(scores, r * GROUP + t, s)
+
+
+@kernel
+def body_values(p, shape, dots, middle, codes, axes, at, rows, w, act, scales, tmp, zs, alpha, o):
+    """o[row, D] = o * alpha + sum_t p[t] * value[t]; ``at`` = byte offset of the V record(s)."""
+    width, dim = shape[SLICE], shape[HEAD_DIM]
+    for piece in range(dim // width):
+        record = at + piece * shape[V_BYTES]
+        scale_at = (record + shape[V_BYTES]) // 2 - 2 * GROUP - width
+        zero_at, other_at = scale_at + GROUP, scale_at + 2 * GROUP
+        for r in range(rows):
+            z = splat(float32(0.0))
+            for t in range(0, GROUP, 16):
+                x = load(p, r * GROUP + t)
+                # A token nobody sees has p = 0; its axes must not turn 0 into NaN (B5).
+                store(w, r * GROUP + t, zero_unless_positive(x * load_half(axes, scale_at + t), x))
+                z = z + zero_unless_positive(x * load_half(axes, zero_at + t), x)
+            zs[r] = hsum(z) + quantise_row(shape[V_MODE], w, r, GROUP, middle, act, scales)
+        times_codes(dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP)
+        for r in range(rows):
+            z, a = splat(zs[r]), splat(alpha[r])
+            for d in range(0, width, 16):
+                x = load_half(axes, other_at + d) * (load(tmp, r * width + d) + z)
+                i = r * dim + piece * width + d
+                store(o, i, fma(load(o, i), a, x))
+
+
+@kernel
+def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
+    """scores[row, t] = q . k[:, t] for t < n rounded up to 64, the rest 0; k is [D, tokens].
+
+    Lanes of unused tokens hold garbage (even NaN) until they are hidden: lanes never mix.
+    """
+    padded = (n + 63) // 64 * 64
+    r = int64(0)
+    while r < rows:
+        size, which = block_of(rows - r)
+        call_matrix(
+            mats[which], k, k_at, q, r * dim, scores, r * GROUP, padded, dim, k_stride, dim, GROUP
+        )
+        r += size
+    for r in range(rows):
+        for t in range(padded, GROUP, 16):
+            store(scores, r * GROUP + t, splat(float32(0.0)))
+
+
+@kernel
+def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o):
+    """o[row] = o[row] * alpha + sum over t in [low, high) of p[t] * v[t]; v is [tokens, D]."""
+    r = int64(0)
+    while r < rows:
+        size, which = block_of(rows - r)
+        call_matrix(
+            mats[which], v, v_at + low * v_stride, p, r * GROUP + low, tmp, r * dim, dim,
+            high - low, v_stride, GROUP, dim,
+        )  # fmt: skip
+        r += size
+    for r in range(rows):
+        a = splat(alpha[r])
+        for d in range(0, dim, 16):
+            i = r * dim + d
+            store(o, i, fma(load(o, i), a, load(tmp, i)))
+
+
+@kernel
+def softmax_tile(
+    shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, m, lsum,
+    alpha,
+):  # fmt: skip
+    """Hide and exponentiate one tile for every row of ``queries`` from ``first`` on.
+
+    Returns False when no row sees any of it; a row that does not keeps probabilities of exactly 0.
+    """
+    gqa = shape[N_HEAD] // shape[N_KV_HEAD]
+    seen = False
+    for i in range(queries):
+        position = seqs[s, N_PAST] + first + i
+        low, high = visible(shape, position, base, n, twin, body)
+        for g in range(gqa):
+            r, head = i * gqa + g, h * gqa + g
+            mask_at = int64(-1)
+            if seqs[s, MASK_AT] >= 0:
+                row = head * seqs[s, MASK_HEAD] + (first + i) * seqs[s, MASK_ROW]
+                mask_at = seqs[s, MASK_AT] + row + base
+            top = prepare_row(
+                scores, r * GROUP, GROUP, low, high, cap, slopes[head], base - position,
+                mask, mask_at,
+            )  # fmt: skip
+            alpha[r] = float32(1.0)
+            if top == MINUS_INF:
+                for t in range(0, GROUP, 16):
+                    store(scores, r * GROUP + t, splat(float32(0.0)))
+                continue
+            seen = True
+            if top > m[r]:
+                alpha[r] = decay(m[r], top)
+                m[r] = top
+            lsum[r] = lsum[r] * alpha[r] + exponentials(scores, r * GROUP, GROUP, m[r])
+    return seen
