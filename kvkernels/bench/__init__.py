@@ -1,1 +1,1 @@
-"""Microbenchmarks with a reference check before every timing, and ratios instead of bare seconds."""
+"""Microbenchmarks: a reference check before every timing, ratios instead of bare seconds."""

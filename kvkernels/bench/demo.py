@@ -59,8 +59,7 @@ def capture(name: str) -> Capture:
             planes, shape = data[f"{name}_{key}"], tuple(data[f"{name}_{key}_shape"])
             halves = np.ascontiguousarray(planes.T).view(np.float16).reshape(shape)
             # File: [head, token, D]; everywhere else: [token, head, D].
-            rows = np.ascontiguousarray(halves.transpose(1, 0, 2))
-            parts[key] = rows.astype(np.float32)
+            parts[key] = np.ascontiguousarray(halves.transpose(1, 0, 2), np.float32)
         rows = Rows(parts["Q"], parts["K"], parts["V"])
         return Capture(name, int(data[f"{name}_layer"]), str(data[f"{name}_meta"]), rows)
 
@@ -71,8 +70,8 @@ class Line:
 
     ``k_error`` and ``v_error`` are over the rows that sit in records; ``output_error`` is
     attention, with sinks and newest rows exact as always, against float64 on the original rows.
-    ``speedup`` is the NumPy F16 step's best time over ours, at ``n_kv`` rows and at ``tiled_n_kv`` rows
-    (the captured rows repeated: for time only).
+    ``speedup`` is the NumPy F16 step's best time over ours, at ``n_kv`` rows and at ``tiled_n_kv``
+    rows (the captured rows repeated: for time only).
     """
 
     text: str

@@ -42,7 +42,7 @@ def run(device: Device, effort: Effort) -> Iterator[Result]:
     cache = filled(spec, device, rows, _PAST)
     q, k, v = (getattr(rows, name)[_PAST:] for name in "qkv")
     recorder = _Recorder(device)
-    cache.device = recorder  # type: ignore[assignment]
+    cache.device = recorder
     step = cache.step({0: 1})
     first = np.array(step.attend(0, q, k, v))
     step.discard()
@@ -58,15 +58,7 @@ def run(device: Device, effort: Effort) -> Iterator[Result]:
         device.run(entry, op, call)
 
     def build_and_confirm() -> None:
-        built = attend_op(
-            spec,
-            device.caps.id,
-            1,
-            _PAST + 1,
-            q_dtype="f32",
-            kv_dtype="f32",
-            max_offset=op.max_offset,
-        )
+        built = attend_op(spec, device.caps.id, 1, _PAST + 1, max_offset=op.max_offset)
         cache.confirm(0, built)
 
     kernel()

@@ -139,13 +139,14 @@ def numpy_step(
     blocks = [(a, min(n, a + _WIDE_ROWS)) for a in range(0, n, _WIDE_ROWS)]
 
     def softmax(scores: F32) -> F32:
-        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p: F32 = np.exp(scores - scores.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         return p
 
     def ready() -> F32:
         p = softmax(grouped @ keys.transpose(0, 2, 1))
-        return (p @ values).reshape(spec.n_head, spec.head_dim)
+        out: F32 = p @ values
+        return out.reshape(spec.n_head, spec.head_dim)
 
     def widened() -> F32:
         out = np.zeros((spec.n_kv_head, spec.gqa, spec.head_dim), np.float32)
