@@ -31,6 +31,9 @@ from kvkernels.records.layout import HeadLayout, Side
 
 N_HEAD, N_KV_HEAD, HEAD_DIM = 32, 8, 128
 TOLERANCE = 1e-4  # relative RMS against float64; float32 sums stay far below
+# Integer activations (codec.md 5c) round once more. White random values are their worst case:
+# attention averages them away and the rounding stays. At 4 bits the codec itself loses 10 %.
+AUTO_TOLERANCE = 3e-2
 COMMIT_TARGET_S = 0.040
 Run = Callable[[Device, Effort], Iterator[Result]]
 
@@ -64,7 +67,7 @@ def _attend_once(cache: Cache, rows: Rows, past: int) -> Callable[[], np.ndarray
     return once
 
 
-def _decode(k_bits: int, v_bits: int, n_kv: int, *, materialized: bool) -> Run:
+def _decode(k_bits: int, v_bits: int, n_kv: int, *, compared: bool) -> Run:
     case = f"decode/k{k_bits}v{v_bits}-d{HEAD_DIM}-h{N_KV_HEAD}g{N_HEAD // N_KV_HEAD}-n{n_kv}"
 
     def run(device: Device, effort: Effort) -> Iterator[Result]:
@@ -91,9 +94,12 @@ def _decode(k_bits: int, v_bits: int, n_kv: int, *, materialized: bool) -> Run:
             spec, rows.q[past], rows.k.astype(np.float16), rows.v.astype(np.float16)
         )
         exact = attend64(spec, rows.q[past], rows.k.astype(float), rows.v.astype(float))
-        limits = {"own": (expected, TOLERANCE), "numpy-f32": (exact, TOLERANCE)}
+        limits = {"own": (expected, AUTO_TOLERANCE), "numpy-f32": (exact, TOLERANCE)}
         limits["numpy-f16"] = (exact, 3e-3)
-        if materialized:
+        if compared:
+            plain = filled(spec, device, rows, past, activations="f32")
+            calls["activations=f32"] = _attend_once(plain, rows, past)
+            limits["activations=f32"] = (expected, TOLERANCE)
             entry = "cpu/attend_materialized"
             twin = filled(spec, device, rows, past, Policy(entry=entry))
             calls[entry] = _attend_once(twin, rows, past)
@@ -185,7 +191,7 @@ def _wrong_records(cache: Cache, rows: Rows, bits: int) -> str:
 def _benches() -> Iterator[Bench]:
     for bits in (4, *(b for b in KVARN_BITS.values() if b != 4)):
         for n_kv in (4096, 32768):
-            run = _decode(bits, bits, n_kv, materialized=n_kv == 4096)
+            run = _decode(bits, bits, n_kv, compared=n_kv == 4096)
             name = f"decode/k{bits}v{bits}/{n_kv}"
             yield Bench(name, run, quick=(bits, n_kv) == (4, 4096))
     for bits in KVARN_BITS.values():

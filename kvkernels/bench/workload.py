@@ -65,9 +65,10 @@ def filled(
     n: int,
     policy: Policy | None = None,
     room: int = GROUP,
+    activations: str = "auto",
 ) -> Cache:
     """A cache of one layer that holds the first ``n`` rows, with ``room`` for more."""
-    limits = Limits(n_ctx=n + room, n_ubatch=_FILL_ROWS)
+    limits = Limits(n_ctx=n + room, n_ubatch=_FILL_ROWS, activations=activations)
     cache = plan([spec], device, limits, policy).allocate()
     store(cache, rows, n)
     return cache

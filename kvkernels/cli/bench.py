@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -71,43 +72,38 @@ def bench(
     base = QUICK if quick else Effort()
     effort = Effort(base.rounds, base.least_s, base.warmup, cold)
     lines = _run(chosen, device, effort)
-    broken = limits.broken(r for r, _, _ in lines)
-    for _ in range(_RETRIES if broken else 0):
-        names = {name.partition(" vs ")[0] for name, _, _ in broken}
-        again = [b for b in chosen if any(r.case in names for r in _of(lines, b))]
-        stderr().print(f"guards broken: {len(broken)}; timing those again")
-        fresh = _run(again, device, effort)
-        redone = {(r.case, r.baseline) for r, _, _ in fresh}
-        lines = [x for x in lines if (x[0].case, x[0].baseline) not in redone] + fresh
-        broken = limits.broken(r for r, _, _ in lines)
+    broken = limits.broken(x.result for x in lines)
+    for _ in range(_RETRIES):
         if not broken:
             break
+        names = {name.partition(" vs ")[0] for name, _, _ in broken}
+        again = list({x.bench.id: x.bench for x in lines if x.result.case in names}.values())
+        stderr().print(f"guards broken: {len(broken)}; timing those again")
+        lines = [x for x in lines if x.bench not in again] + _run(again, device, effort)
+        broken = limits.broken(x.result for x in lines)
+    results = [x.result for x in lines]
     if as_json:
-        for result, before, after in lines:
-            emit(result.to_json(before, after))
+        for x in lines:
+            emit(x.result.to_json(x.before, x.after))
     else:
-        _show([r for r, _, _ in lines], lines[0][1], lines[-1][2])
+        _show(results, lines[0].before, lines[-1].after)
     for name, least, found in broken:
         stderr().print(f"guard broken: {escape(name)}: ratio {found:.3f}, least {least:.3f}")
-    unmatched = limits.unmatched(r for r, _, _ in lines) if pattern is None and not quick else []
+    unmatched = limits.unmatched(results) if pattern is None and not quick else []
     for name in unmatched:
         stderr().print(f"guard without a measurement: {escape(name)}")
-    if broken or unmatched or any(r.outcome == "wrong" for r, _, _ in lines):
+    if broken or unmatched or any(r.outcome == "wrong" for r in results):
         context.exit(FAILED)
 
 
-Line = tuple[Result, Load, Load]
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A result, the bench it came from, and the load of the machine around it."""
 
-
-def _of(lines: list[Line], bench: Bench) -> list[Result]:
-    """Results that came from a bench: its id without slashes begins their case ids."""
-    kind, _, rest = bench.id.partition("/")
-    head, _, size = rest.partition("/")
-    return [
-        r
-        for r, _, _ in lines
-        if r.case.startswith(f"{kind}/{head}") and (not size or r.case.endswith(f"n{size}"))
-    ]
+    bench: Bench
+    result: Result
+    before: Load
+    after: Load
 
 
 def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
@@ -120,7 +116,7 @@ def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
             before = machine_load()
             results = list(item.run(device, effort))
             after = machine_load()
-            lines += [(r, before, after) for r in results]
+            lines += [Line(item, r, before, after) for r in results]
             progress.advance(task)
     if not lines:
         raise InputError("bench", found="no result", needed="at least one")

@@ -87,7 +87,7 @@ def _explain(quick: bool) -> None:
         "errors: relative RMS; output error against float64 attention on the uncompressed rows",
         "step: one decode step of one layer; ratio: NumPy F16 step / ours, above 1 is quicker",
         "A context this short is not where compression pays: the gain here is a compiled kernel",
-        "against NumPy, which widens F16 slowly. Compression shows in the bytes and over long rows.",
+        "against NumPy, which widens F16 slowly. Compression shows in bytes and over long rows.",
     ]
     if not quick:
         lines.append(f"* time only, over {TILED_ROWS} rows: the captured rows repeated")

@@ -20,6 +20,7 @@ from kvkernels.cli import main
 from kvkernels.errors import InputError
 from kvkernels.op import LayerSpec
 
+BASELINES = ("numpy-f32", "numpy-f16", "cpu/attend_materialized", "activations=f32")
 KEYS = {"schema", "case", "entry", "route", "device", "median_s", "iqr_s", "ratio", "baseline"}
 KEYS |= {"error", "outcome", "target", "value", "unit", "load"}
 
@@ -138,8 +139,8 @@ def test_the_quick_list_runs_and_every_line_has_the_schema() -> None:
         assert line.keys() >= KEYS
         assert line["outcome"] != "wrong", line
     decode = {line["baseline"]: line for line in found if line["case"].startswith("decode/")}
-    assert set(decode) == {"numpy-f32", "numpy-f16", "cpu/attend_materialized"}
-    assert all(0 <= line["error"] < 1e-2 for line in decode.values())
+    assert set(decode) == set(BASELINES)
+    assert all(0 <= line["error"] < 3e-2 for line in decode.values())
     commit = next(line for line in found if line["case"].startswith("commit/"))
     assert (commit["entry"], commit["route"], commit["error"]) == ("cpu/commit", "native", 0.0)
 
