@@ -47,3 +47,8 @@ class Scratch:
     def clear(self) -> None:
         """Give everything back; the peak stays."""
         self._buffers.clear()
+
+    def fill(self, byte: int) -> None:
+        """Overwrite every workspace: tests see then whether anything reads what is left there."""
+        for buffer in self._buffers.values():
+            buffer.fill(byte)

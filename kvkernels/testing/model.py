@@ -4,17 +4,20 @@ page or ring in sight.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.cpu import reference
-from kvkernels.cpu.reference_attend import attend
+from kvkernels.cpu.reference_attend import alibi_slopes, visible
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, Side
 
 F64 = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
+_QUERIES = 32  # query rows at a time: bounds the float64 scores
 
 
 class RowsModel:
@@ -30,7 +33,8 @@ class RowsModel:
         self.k: list[NDArray[Any]] = []
         self.v: list[NDArray[Any]] = []
         self.resident: set[int] = set()
-        self._decoded: dict[tuple[int, bytes], tuple[F64, F64]] = {}
+        self._exact: list[tuple[F64, F64]] = []
+        self._records: dict[int, tuple[F64, F64]] = {}
 
     @property
     def n(self) -> int:
@@ -40,8 +44,10 @@ class RowsModel:
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Rows [n, n_kv_head, D] of a committed step."""
         before = self.n // GROUP
-        self.k += list(np.asarray(k, np.float32))
-        self.v += list(np.asarray(v, np.float32))
+        k, v = np.array(k, np.float32), np.array(v, np.float32)
+        self.k += list(k)
+        self.v += list(v)
+        self._exact += zip(_through_stage(k), _through_stage(v), strict=True)
         open_group = self.n // GROUP
         sinks = set(range(min(self.spec.sink_tokens // GROUP, open_group + 1)))
         newest = {open_group, open_group - 1} & (self.resident | set(range(before, open_group + 1)))
@@ -50,16 +56,29 @@ class RowsModel:
     def rollback(self, n: int) -> None:
         """Drop the newest ``n`` rows."""
         keep = self.n - n
-        del self.k[keep:], self.v[keep:]
+        del self.k[keep:], self.v[keep:], self._exact[keep:]
         last = keep // GROUP if keep % GROUP else keep // GROUP - 1
         self.resident = {g for g in self.resident if g <= last}
+        self._records = {g: r for g, r in self._records.items() if g < keep // GROUP}
 
     def copy(self) -> RowsModel:
         """An independent model with the same rows."""
         twin = RowsModel(self.spec)
-        twin.k, twin.v = list(self.k), list(self.v)
-        twin.resident, twin._decoded = set(self.resident), dict(self._decoded)
+        twin.k, twin.v, twin._exact = list(self.k), list(self.v), list(self._exact)
+        twin.resident, twin._records = set(self.resident), dict(self._records)
         return twin
+
+    def record_bytes(self, group: int) -> tuple[Bytes, Bytes]:
+        """K and V records of a sealed group by the reference encoder: uint8 [n_kv_head, bytes]."""
+        rows = slice(group * GROUP, (group + 1) * GROUP)
+        spec = self.spec
+        assert spec.k_bits is not None
+        assert spec.v_bits is not None
+        k, v = np.array(self.k[rows]), np.array(self.v[rows])
+        return (
+            np.stack([reference.encode(x, Side.K, spec.k_bits) for x in k.swapaxes(0, 1)]),
+            np.stack([reference.encode(x, Side.V, spec.v_bits) for x in v.swapaxes(0, 1)]),
+        )
 
     def attend(
         self,
@@ -73,75 +92,93 @@ class RowsModel:
         """float64 [n_q, n_head, D]: one softmax over the stored rows and the current ones
         (B1-B4).
         """
-        n_q, past = len(q), self.n
-        exact_k, exact_v = self._exact()
-        record_k, record_v = self._records(exact_k, exact_v)
-        now_k, now_v = k.astype(np.float64), v.astype(np.float64)
-        newest = min(GROUP, self.spec.window or GROUP)
+        spec, n_q, past = self.spec, len(q), self.n
+        shape = (past, spec.n_kv_head, spec.head_dim)
+        exact = [np.array([r[i] for r in self._exact]).reshape(shape) for i in (0, 1)]
+        record, sealed = self._decoded(exact)
+        now = [np.asarray(x, np.float64) for x in (k, v)]
+        keys = np.concatenate([exact[0], now[0]]), np.concatenate([record[0], now[0]])
+        values = np.concatenate([exact[1], now[1]]), np.concatenate([record[1], now[1]])
         full = None
         if mask is not None:
-            full = np.broadcast_to(mask, (self.spec.n_head, n_q, past + n_q))
-        out = np.zeros((n_q, self.spec.n_head, self.spec.head_dim))
-        for i in range(n_q):
-            position = past + i
-            fresh = np.arange(past) > position - newest
-            recent = np.isin(np.arange(past) // GROUP, list(self.resident)) & fresh
-            always = np.arange(past) // GROUP < self.spec.sink_tokens // GROUP
-            always |= np.arange(past) >= past // GROUP * GROUP
-            pick = (recent | always)[:, None, None]
-            keys = np.concatenate([np.where(pick, exact_k, record_k), now_k])
-            values = np.concatenate([np.where(pick, exact_v, record_v), now_v])
-            out[i] = attend(
-                q[i : i + 1].astype(np.float64),
-                keys,
-                values,
-                scale=self.spec.scale,
-                q_pos=np.array([position]),
-                k_pos=np.arange(past + n_q),
-                softcap=self.spec.softcap,
-                alibi_max_bias=self.spec.alibi,
-                window=self.spec.window,
-                mask=None if full is None else full[:, i : i + 1],
-                sink_logits=sink_logits,
-            )[0]
+            full = np.broadcast_to(mask, (spec.n_head, n_q, past + n_q))
+        out = np.zeros((n_q, spec.n_head, spec.head_dim))
+        for start in range(0, n_q, _QUERIES):
+            rows = np.arange(start, min(start + _QUERIES, n_q))
+            see = visible(past + rows, np.arange(past + n_q), window=spec.window)
+            pick = self._from_exact(past + rows, past + n_q)
+            assert not (see & ~pick & ~np.append(sealed, np.ones(n_q, bool))).any()
+            for head in range(spec.n_head):
+                bias = None if full is None else full[head, rows]
+                out[rows, head] = self._one_head(
+                    head, np.asarray(q[rows, head], np.float64), past + rows, see, pick,
+                    keys, values, bias, sink_logits,
+                )  # fmt: skip
         return out
 
-    def _exact(self) -> tuple[F64, F64]:
-        """Rows as the stage keeps them: rotated, fp16, seen in the original domain."""
-        shape = (0, self.spec.n_kv_head, self.spec.head_dim)
-        both = []
-        for rows in (self.k, self.v):
-            x = np.array(rows, np.float32).reshape(-1, *shape[1:])
-            staged = reference.stage_rows(x).astype(np.float64)
-            both.append(reference.rotate(staged, np.float64))
-        return both[0], both[1]
+    def _one_head(
+        self, head: int, q: F64, position: Any, see: Any, pick: Any,
+        keys: tuple[F64, F64], values: tuple[F64, F64], bias: Any, sink_logits: Any,
+    ) -> F64:  # fmt: skip
+        spec = self.spec
+        h = head // spec.gqa
+        score = spec.scale * np.where(pick, q @ keys[0][:, h].T, q @ keys[1][:, h].T)
+        if spec.softcap > 0:  # the cap first, then every bias (B1, F17)
+            score = spec.softcap * np.tanh(score / spec.softcap)
+        if spec.alibi > 0:
+            distance = position[:, None] - np.arange(score.shape[1])
+            score -= alibi_slopes(spec.n_head, spec.alibi)[head] * distance
+        if bias is not None and bias.dtype == np.bool_:
+            see = see & bias
+        elif bias is not None:
+            score = score + np.asarray(bias, np.float64)
+        score = np.where(see, score, -np.inf)
+        sink = -math.inf if sink_logits is None else float(sink_logits[head])
+        top = np.maximum(score.max(1, initial=-np.inf), sink)
+        top[np.isneginf(top)] = 0.0  # nothing to see: every weight is 0, and so is the row
+        p = np.exp(score - top[:, None])
+        total = p.sum(1) + np.exp(sink - top)
+        weighted = (p * pick) @ values[0][:, h] + (p * ~pick) @ values[1][:, h]
+        divided: F64 = np.divide(
+            weighted, total[:, None], out=np.zeros_like(weighted), where=total[:, None] > 0
+        )
+        return divided
 
-    def _records(self, exact_k: F64, exact_v: F64) -> tuple[F64, F64]:
-        """Rows as their records decode; rows of groups without a record stay NaN,
-        so that a mix-up shows.
+    def _from_exact(self, position: Any, n: int) -> Any:
+        """bool [n_q, n]: keys that a query takes from exact rows: sinks, the open group, the
+        step's own rows, and of the other resident groups the newest 128 rows.
         """
-        record_k, record_v = np.full_like(exact_k, np.nan), np.full_like(exact_v, np.nan)
+        row, newest = np.arange(n), min(GROUP, self.spec.window or GROUP)
+        recent = np.isin(row // GROUP, list(self.resident)) & (row > position[:, None] - newest)
+        always = (row // GROUP < self.spec.sink_tokens // GROUP) | (row >= self.n // GROUP * GROUP)
+        return recent | always
+
+    def _decoded(self, exact: list[F64]) -> tuple[tuple[F64, F64], NDArray[np.bool_]]:
+        """Rows as their records decode (0 where there is none), and which rows have a record."""
+        out = np.zeros_like(exact[0]), np.zeros_like(exact[1])
+        sealed = np.zeros(self.n, np.bool_)
         spec = self.spec
         assert spec.k_bits is not None
         assert spec.v_bits is not None
         for group in range(spec.sink_tokens // GROUP, self.n // GROUP):
-            rows = slice(group * GROUP, (group + 1) * GROUP)
-            k, v = np.array(self.k[rows]), np.array(self.v[rows])
-            key = (group, k.tobytes() + v.tobytes())
-            if key not in self._decoded:
-                self._decoded[key] = (
-                    _through_record(k, Side.K, spec.k_bits),
-                    _through_record(v, Side.V, spec.v_bits),
+            if group not in self._records:
+                k, v = self.record_bytes(group)
+                self._records[group] = (
+                    _from_records(k, Side.K, spec.k_bits, spec.head_dim),
+                    _from_records(v, Side.V, spec.v_bits, spec.head_dim),
                 )
-            record_k[rows], record_v[rows] = self._decoded[key]
-        return record_k, record_v
+            rows = slice(group * GROUP, (group + 1) * GROUP)
+            out[0][rows], out[1][rows] = self._records[group]
+            sealed[rows] = True
+        return out, sealed
 
 
-def _through_record(rows: NDArray[Any], side: Side, bits: int) -> F64:
-    """[128, n_kv_head, D] encoded and decoded head by head, in the original domain."""
-    dim = rows.shape[2]
-    heads = [
-        reference.decode(reference.encode(rows[:, h], side, bits), side, bits, dim)
-        for h in range(rows.shape[1])
-    ]
-    return reference.rotate(np.stack(heads, 1).astype(np.float64), np.float64)
+def _through_stage(x: NDArray[Any]) -> F64:
+    """Rows as the stage keeps them (rotated, fp16), seen in the original domain."""
+    return reference.rotate(reference.stage_rows(x).astype(np.float64), np.float64)
+
+
+def _from_records(records: Bytes, side: Side, bits: int, dim: int) -> F64:
+    """Records of all heads as rows [128, n_kv_head, D] of the original domain."""
+    heads = [reference.decode(r, side, bits, dim).astype(np.float64) for r in records]
+    return reference.rotate(np.stack(heads, 1), np.float64)

@@ -1,0 +1,229 @@
+"""Parity: every case on a device, by every entry that can serve it, against the float64 model.
+
+The cache is filled by steps of mixed sizes, poisoned wherever no published state shows, and asked
+twice: a result that differs from its repetition is wrong, whatever its error.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkernels.backend import Device
+from kvkernels.cache import Cache
+from kvkernels.capabilities import Route
+from kvkernels.dispatch import Decision, Policy, decide
+from kvkernels.errors import KvkError, UnsupportedOp
+from kvkernels.op import OpKind
+from kvkernels.planner import LayerPlan, Limits, Plan, plan
+from kvkernels.records.layout import GROUP
+from kvkernels.testing import inputs
+from kvkernels.testing.cases import NATIVE, REFUSE, Case
+from kvkernels.testing.compare import Comparison, compare, exact_zeros
+from kvkernels.testing.model import RowsModel
+from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
+
+SCHEMA = "kvk.parity/1"
+OK, WRONG, REFUSED, ERROR = "ok", "wrong", "refused", "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One case on one entry. ``passed`` says whether that is what the case asks for."""
+
+    case: str
+    device: str
+    entry: str | None
+    route: str
+    outcome: str
+    passed: bool
+    error: Comparison | None = None
+    reasons: tuple[str, ...] = ()
+    window_chunk: int | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of ``kvk parity --json``."""
+        return {
+            "schema": SCHEMA,
+            "case": self.case,
+            "entry": self.entry,
+            "route": self.route,
+            "device": self.device,
+            "outcome": self.outcome,
+            "passed": self.passed,
+            "error": self.error.to_json() if self.error else None,
+            "reasons": list(self.reasons),
+            "window_chunk": self.window_chunk,
+            "memory": self.memory,
+        }
+
+
+def run_case(device: Device, case: Case, entry: str | None = None) -> Result:
+    """The case by the entry that is decided for it, or by a named one. Never raises for what a
+    device does: an exception becomes a result with outcome ``error``.
+    """
+    return next(iter(_results(device, case, [entry])))
+
+
+def run_all(device: Device, case: Case) -> list[Result]:
+    """The case by the entry decided for it, then by every other entry that can serve it."""
+    names = [row.entry for row in device.table if row.kind is OpKind.ATTEND]
+    return list(_results(device, case, [None, *names]))
+
+
+def _results(device: Device, case: Case, entries: list[str | None]) -> Iterator[Result]:
+    # Room for two more groups, so that there are always record slots and blocks to poison.
+    limits = Limits(
+        n_ctx=case.n_ctx + 2 * GROUP, n_ubatch=max(case.n_rows, 512), n_seq=len(case.n_q)
+    )
+    try:
+        planned = plan([case.layer], device, limits, Policy(allow_unqualified=True))
+    except UnsupportedOp as refusal:
+        yield _refused(device, case, refusal.decisions)
+        return
+    except Exception as error:
+        yield _failed(device, case, None, error)
+        return
+    if case.must_be == REFUSE:
+        found = planned.layers[0].attend[0]
+        yield Result(
+            case=case.id, device=device.caps.id, entry=found.entry, route=str(found.route),
+            outcome=WRONG, passed=False, reasons=("expected a refusal",),
+        )  # fmt: skip
+        return
+    bench: Bench | None = None
+    done: set[str] = set()
+    for name in entries:
+        decision = _decision(device, case, planned, name)
+        if name is not None and (not decision.ok or name in done):
+            continue  # this entry does not claim the case
+        try:
+            bench = bench or Bench(device, planned, case)
+            result = bench.run(decision, name)
+        except Exception as error:
+            yield _failed(device, case, decision, error)
+            continue
+        done.add(str(result.entry))
+        yield result
+
+
+def _decision(device: Device, case: Case, planned: Plan, entry: str | None) -> Decision:
+    policy = dataclasses.replace(planned.policy, entry=entry)
+    return decide(case.op(device.caps.id), device.table, device.caps, policy)
+
+
+def _refused(device: Device, case: Case, decisions: tuple[Decision, ...]) -> Result:
+    rows = [row for decision in decisions for row in decision.considered]
+    ids = dict.fromkeys(reason.id for row in rows for reason in row.reasons)
+    passed = case.must_be == REFUSE and any(wanted in ids for wanted in case.reasons)
+    return Result(
+        case=case.id, device=device.caps.id, entry=None, route=str(Route.REFUSE), outcome=REFUSED,
+        passed=passed, reasons=tuple(ids),
+    )  # fmt: skip
+
+
+def _failed(device: Device, case: Case, decision: Decision | None, error: Exception) -> Result:
+    kind = "" if isinstance(error, KvkError) else "not one of this library's errors: "
+    return Result(
+        case=case.id, device=device.caps.id, entry=decision.entry if decision else None,
+        route=str(decision.route) if decision else str(Route.REFUSE), outcome=ERROR, passed=False,
+        reasons=(f"{kind}{type(error).__name__}: {error}",),
+    )  # fmt: skip
+
+
+class Bench:
+    """A cache filled for one case, and what its step must give."""
+
+    def __init__(self, device: Device, planned: Plan, case: Case) -> None:
+        self.case, self.device = case, device
+        self.guards = Guards()
+        guarded: Any = GuardedDevice(device, self.guards)
+        self.cache = Cache(dataclasses.replace(planned, device=guarded))
+        sequences = inputs.of_case(case)
+        models = [RowsModel(case.layer) for _ in sequences]
+        self._fill(sequences, models)
+        poison_unused(self.cache)
+        parts = [rows.part(past) for rows, past in zip(sequences, case.past, strict=True)]
+        self.arrays = [
+            self.guards.copy(name, np.concatenate([part[i] for part in parts]))
+            for i, name in enumerate("qkv")
+        ]
+        self.masks = {i: inputs.mask(case, i) for i in range(len(parts))} if case.mask else None
+        self.sinks = inputs.sink_logits(case)
+        self.expected = np.concatenate(
+            [
+                model.attend(
+                    *part, mask=self.masks[i] if self.masks else None, sink_logits=self.sinks
+                )
+                for i, (model, part) in enumerate(zip(models, parts, strict=True))
+            ]
+        )
+
+    def _fill(self, sequences: tuple[inputs.SequenceRows, ...], models: list[RowsModel]) -> None:
+        limit = self.cache.plan.limits.n_ubatch // len(sequences)
+        pending = {
+            i: list(inputs.cuts(past, limit, self.case.id, i))
+            for i, past in enumerate(self.case.past)
+        }
+        while any(pending.values()):
+            now = {i: cuts.pop(0) for i, cuts in pending.items() if cuts}
+            parts = [sequences[i].part(*cut) for i, cut in now.items()]
+            arrays = [np.concatenate([part[a] for part in parts]) for a in range(3)]
+            with self.cache.step({i: stop - start for i, (start, stop) in now.items()}) as step:
+                step.attend(0, *arrays, sink_logits=inputs.sink_logits(self.case))
+            for i, part in zip(now, parts, strict=True):
+                models[i].append(part[1], part[2])
+
+    def run(self, decision: Decision, forced: str | None) -> Result:
+        """Attend twice by the decided entry, compare, and look at the guards."""
+        case = self.case
+        first, served = self._attend(decision, forced)
+        again, _ = self._attend(decision, forced)
+        error = compare(first, self.expected, served or "")
+        wrong = []
+        if not error.ok:
+            wrong.append("outside the limits" if error.finite else "NaN or infinity")
+        if not exact_zeros(first, self.expected):
+            wrong.append("a row that sees nothing is not 0")
+        if first.tobytes() != again.tobytes():
+            wrong.append("the same step gave other bits the second time")
+        if broken := self.guards.broken():
+            wrong.append(f"written outside: {', '.join(broken)}")
+        if forced is None and case.must_be == NATIVE and decision.route is not Route.NATIVE:
+            wrong.append(f"must be native, is {decision.route}")
+        if forced is not None and served != forced:
+            wrong.append(f"{forced} was asked for, {served} served")
+        return Result(
+            case=case.id, device=self.device.caps.id, entry=served, route=str(decision.route),
+            outcome=WRONG if wrong else OK, passed=not wrong, error=error, reasons=tuple(wrong),
+            window_chunk=self.cache.plan.window_chunk, memory=self.cache.memory().to_json(),
+        )  # fmt: skip
+
+    def _attend(self, decision: Decision, forced: str | None) -> tuple[NDArray[Any], str | None]:
+        """One attend in a step that is discarded; returns the result and the entry that ran."""
+        twin = copy.copy(self.cache)  # shares pages and state; nothing below changes them
+        layer = self.cache.plan.layers[0]
+        twin.plan = dataclasses.replace(
+            self.cache.plan,
+            policy=dataclasses.replace(self.cache.plan.policy, entry=forced),
+            layers=(LayerPlan(layer.spec, (decision,), layer.commit),),
+        )
+        twin._decisions = {}
+        poison_workspaces(self.device)
+        rows = len(self.arrays[0])
+        spec = layer.spec
+        out = self.guards.empty("out", (rows, spec.n_head, spec.head_dim_v), np.float32)
+        step = twin.step(dict(enumerate(self.case.n_q)))
+        try:
+            step.attend(0, *self.arrays, mask=self.masks, sink_logits=self.sinks, out=out)
+        finally:
+            step.discard()
+        entries = {str(found.entry) for found in twin._decisions.values()}
+        return out, min(entries) if len(entries) == 1 else decision.entry

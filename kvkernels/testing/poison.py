@@ -1,0 +1,120 @@
+"""Poison for everything a kernel must not read, and guards for what it must not write (F14, F16).
+
+Bytes of 0xFF are NaN in fp16 and in fp32, so one pattern does for records, exact rows, rows of the
+caller and workspaces. All of this works on arrays that NumPy can see; a device whose buffers are
+something else is served unguarded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvkernels.backend import Device
+from kvkernels.cache import Cache
+from kvkernels.calls import LayerBuffers
+from kvkernels.op import LayerSpec
+from kvkernels.records.layout import GROUP
+
+GUARD = 4096  # bytes on either side
+BYTE = 0xFF
+_FIELDS = ("k_records", "v_records", "k_exact", "v_exact", "q_exact")
+
+
+class Guards:
+    """Arrays with a canary on both sides; reading it gives NaN, writing it is found out."""
+
+    def __init__(self) -> None:
+        self._raw: list[tuple[str, NDArray[np.uint8], int, int]] = []
+
+    def like(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """An array of the same shape and dtype, 64-byte aligned and full of poison."""
+        return self.empty(name, array.shape, array.dtype)
+
+    def copy(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        """A C-contiguous guarded copy."""
+        twin = self.like(name, array)
+        twin[...] = array
+        return twin
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """A guarded array full of poison."""
+        kind = np.dtype(dtype)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        raw = np.full(nbytes + 2 * GUARD + 64, BYTE, np.uint8)
+        start = GUARD + -(raw.ctypes.data + GUARD) % 64
+        self._raw.append((name, raw, start, start + nbytes))
+        array: NDArray[Any] = raw[start : start + nbytes].view(kind).reshape(shape)
+        return array
+
+    def broken(self) -> list[str]:
+        """Names of the arrays beside which something was written."""
+        return [
+            name
+            for name, raw, start, stop in self._raw
+            if (raw[:start] != BYTE).any() or (raw[stop:] != BYTE).any()
+        ]
+
+
+class GuardedDevice:
+    """A device whose layer buffers are guarded and begin as poison instead of zeros."""
+
+    def __init__(self, device: Device, guards: Guards) -> None:
+        self._device, self._guards = device, guards
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def allocate(
+        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+    ) -> LayerBuffers:
+        """Memory of one layer, between guards where NumPy can see it."""
+        plain = self._device.allocate(layer, slots, blocks, keep_queries=keep_queries)
+        swapped: dict[str, Any] = {
+            name: self._guards.like(name, array)
+            for name in _FIELDS
+            if isinstance(array := getattr(plain, name), np.ndarray)
+        }
+        return dataclasses.replace(plain, **swapped)
+
+
+def poison_unused(cache: Cache) -> None:
+    """0xFF into every record slot and every exact row that no published state shows."""
+    for layer, buffers, index in zip(cache.plan.layers, cache.buffers, cache.class_of, strict=True):
+        slots, rows = live(cache, index)
+        for name, dead in (("k_records", slots), ("v_records", slots)):
+            array = getattr(buffers, name)
+            if isinstance(array, np.ndarray) and array.size:
+                pool = array.view(np.uint8).reshape(layer.spec.n_kv_head, buffers.slots, -1)
+                pool[:, ~dead] = BYTE
+        for name in ("k_exact", "v_exact", "q_exact"):
+            array = getattr(buffers, name)
+            if isinstance(array, np.ndarray):
+                heads = layer.spec.n_head if name == "q_exact" else layer.spec.n_kv_head
+                blocks = array.view(np.uint16).reshape(heads, buffers.blocks, GROUP, -1)
+                blocks[:, ~rows] = 0xFFFF
+
+
+def live(cache: Cache, index: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(record slots [slots], exact rows [blocks, 128]) that published states show, of one page
+    class.
+    """
+    cls = cache.classes[index]
+    slots = np.zeros(cls.slots.capacity, np.bool_)
+    rows = np.zeros((cls.blocks.capacity, GROUP), np.bool_)
+    for state in cache.state.values():
+        pages = state.pages[index]
+        slots[pages.slots()] = True
+        for group, block in pages.blocks.items():
+            rows[block, : max(0, min(GROUP, state.n - group * GROUP))] = True
+    return slots, rows
+
+
+def poison_workspaces(device: Any) -> None:
+    """0xFF into workspaces that a device keeps between launches, where it lets us (``poison``)."""
+    scratch = getattr(device, "scratch", None)
+    if scratch is not None and hasattr(scratch, "fill"):
+        scratch.fill(BYTE)
