@@ -12,10 +12,9 @@ from kvkernels.cpu.kernels.simd import (
     hmax,
     hsum,
     load,
+    round_scaled,
     splat,
     store_bytes,
-    to_float,
-    to_int,
     vabs,
     vmax,
 )
@@ -24,6 +23,7 @@ F32, I8, I16 = 0, 1, 2
 #: largest int16 magnitude whose high byte, rounded, still fits int8
 _I16_MAX = float32(32512.0)
 _I8_MAX = float32(127.0)
+_I16_STEP, _I8_STEP = float32(1.0 / 32512.0), float32(1.0 / 127.0)
 # Below this a row is taken as zero: its inverse would overflow, and it cannot matter next to a
 # float32 sum.
 _TINY = float32(1e-30)
@@ -44,13 +44,14 @@ def quantise_i8(x, at, n, out, out_at, scales, scale_at):
         top = hmax(vmax(vabs(a), vabs(c)))
         if top < _TINY:
             top = float32(0.0)
-        inverse = splat(_I8_MAX / top if top > float32(0.0) else float32(0.0))
-        ia, ic = to_int(a * inverse), to_int(c * inverse)
+        inverse = _I8_MAX / top if top > float32(0.0) else float32(0.0)
+        ra, ia = round_scaled(a, inverse)
+        rc, ic = round_scaled(c, inverse)
         store_bytes(out, out_at + 32 * b, ia)
         store_bytes(out, out_at + 32 * b + 16, ic)
-        scale = top / _I8_MAX
+        scale = top * _I8_STEP
         scales[scale_at + b] = scale
-        lost = lost + (a + c - splat(scale) * (to_float(ia) + to_float(ic)))
+        lost = lost + (a + c - splat(scale) * (ra + rc))
     return hsum(lost)
 
 
@@ -63,10 +64,10 @@ def quantise_i16(x, at, n, out, out_at, scales, scale_at):
     top = hmax(largest)
     if top < _TINY:
         top = float32(0.0)
-    inverse = splat(_I16_MAX / top if top > float32(0.0) else float32(0.0))
+    inverse = _I16_MAX / top if top > float32(0.0) else float32(0.0)
     for i in range(0, n, 16):
-        value = to_int(load(x, at + i) * inverse)
+        _, value = round_scaled(load(x, at + i), inverse)
         store_bytes(out, out_at + i, high_byte(value))
         # value - 256 * high has the same low byte as value
         store_bytes(out, out_at + n + i, value)
-    scales[scale_at] = top / _I16_MAX
+    scales[scale_at] = top * _I16_STEP

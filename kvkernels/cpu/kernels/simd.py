@@ -190,23 +190,6 @@ def vabs(_, a):
 
 
 @intrinsic
-def to_int(_, a):
-    """Nearest integer, ties to even; lanes must fit int32."""
-
-    def codegen(_context, builder, _signature, args):
-        whole = call_llvm(builder, "llvm.nearbyint.v16f32", F32V, [args[0]])
-        return builder.fptosi(whole, I32V)
-
-    return I32x16(F32x16), codegen
-
-
-@intrinsic
-def to_float(_, a):
-    """int32 lanes as float32."""
-    return F32x16(I32x16), lambda _c, b, _s, args: b.sitofp(args[0], F32V)
-
-
-@intrinsic
 def high_byte(_, a):
     """Upper half of an int16 lane such that ``256 * high + low`` gives it back with both in
     int8.
@@ -318,7 +301,7 @@ def _round(_, value):
 
 @intrinsic
 def _power_of_two(_, exponent):
-    """2**n for integral float lanes in [-126, 127]."""
+    """2**n for integral float lanes in [-126, 127]; 0 for -127."""
 
     def codegen(_context, builder, _signature, args):
         whole = builder.fptosi(args[0], I32V)
@@ -330,18 +313,39 @@ def _power_of_two(_, exponent):
 
 @kernel
 def exp2(x):
-    """2**x per lane, relative error < 2e-7 on [-126, 127]; below -126 (also -inf) exactly 0.
+    """2**x per lane, relative error < 4e-7 for x in [-126.5, 127]; below that (also -inf) exactly
+    0.
 
-    Degree-6 minimax polynomial on the fraction in [-1/2, 1/2].
+    Degree-5 minimax polynomial on the fraction in [-1/2, 1/2]; an exponent of -127 is the bit
+    pattern of 0.
     """
-    bounded = vmax(x, splat(types.float32(-126.0)))
+    bounded = vmax(x, splat(types.float32(-127.0)))
     whole = _round(bounded)
     f = bounded - whole
-    p = splat(types.float32(1.535336188319500e-4))
-    p = fma(p, f, splat(types.float32(1.339887440266574e-3)))
-    p = fma(p, f, splat(types.float32(9.618437357674640e-3)))
-    p = fma(p, f, splat(types.float32(5.550332471162809e-2)))
-    p = fma(p, f, splat(types.float32(2.402264791363012e-1)))
-    p = fma(p, f, splat(types.float32(6.931472028550421e-1)))
+    p = splat(types.float32(1.3276470116903233e-3))
+    p = fma(p, f, splat(types.float32(9.675541319489738e-3)))
+    p = fma(p, f, splat(types.float32(5.550713279299946e-2)))
+    p = fma(p, f, splat(types.float32(2.4022119724212546e-1)))
+    p = fma(p, f, splat(types.float32(6.931469670612078e-1)))
     p = fma(p, f, splat(types.float32(1.0)))
-    return zero_unless_positive(p * _power_of_two(whole), x - splat(types.float32(-126.0)))
+    return p * _power_of_two(whole)
+
+
+# 1.5 * 2**23: adding it leaves the nearest integer in the low bits of a float32
+_MAGIC = 12582912.0
+
+
+@intrinsic
+def _bits(_, value):
+    return I32x16(F32x16), lambda _c, b, _s, a: b.bitcast(a[0], I32V)
+
+
+@kernel
+def round_scaled(x, scale):
+    """x * scale rounded to the nearest integer, |result| < 2**21: (as float32, with its low 16 bits
+    in an int32 lane).
+
+    One fma and one subtraction instead of a conversion each way.
+    """
+    shifted = fma(x, splat(scale), splat(types.float32(_MAGIC)))
+    return shifted - splat(types.float32(_MAGIC)), _bits(shifted)
