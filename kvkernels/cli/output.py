@@ -27,9 +27,12 @@ def emit(data: Any) -> None:
     click.echo(json.dumps(data, sort_keys=False, allow_nan=False))
 
 
-def table(*columns: str, left: int = 99) -> Table:
-    """A plain table; all but the first ``left`` columns hold numbers and are set to the right."""
+def table(*columns: str, left: int = 99, right: str = "") -> Table:
+    """A plain table. Set to the right are all columns after the first ``left``, and those named in
+    ``right`` (space separated).
+    """
+    numbers = {*columns[left:], *right.split()}
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return made
