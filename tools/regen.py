@@ -52,9 +52,10 @@ def settings_page() -> str:
         "",
         f"<!-- {GENERATED} -->",
         "",
-        "Every environment variable that the library reads. They are read when something is planned,",
-        "never at import. Each is also a parameter where it applies, and the parameter wins. Unset and",
-        "empty mean the default; text that cannot be understood is an error that names the variable.",
+        "Every environment variable that the library reads. They are read when something is",
+        "planned, never at import. Each is also a parameter where it applies, and the parameter",
+        "wins. Unset and empty mean the default; text that cannot be understood is an error that",
+        "names the variable.",
         "",
         "| variable | meaning | default |",
         "|---|---|---|",
@@ -70,8 +71,9 @@ def requirements_page(known: Tables) -> str:
         "",
         f"<!-- {GENERATED} -->",
         "",
-        "What each entry asks of an operation (`op.`) and of a device (`device.`). An unmet one appears",
-        "under its id in every refusal, in `kvk explain`, and in the decisions under `dispatch/`.",
+        "What each entry asks of an operation (`op.`) and of a device (`device.`). An unmet one",
+        "appears under its id in every refusal, in `kvk explain`, and in the decisions under",
+        "`dispatch/`.",
     ]
     for name, table in sorted(known.items()):
         lines += ["", f"## {name}"]
