@@ -17,7 +17,8 @@ kvk_python() {
 
 kvk_venv() {
     root=$1 extras=$2 venv=$1/.venv
-    wanted=$(cksum <"$root/pyproject.toml" | tr ' ' '-')
+    # The place counts too: a checkout that was moved has scripts that point to the old one.
+    wanted="$(cksum <"$root/pyproject.toml" | tr ' ' '-') $root"
     stamp=$venv/.kvk-stamp
     have=$(cat "$stamp" 2>/dev/null || true)
     # An environment with the test extra serves without it too.
