@@ -98,10 +98,15 @@ def run_items(
                 low, high = span(shape, position, queries, base, GROUP, twin, True)
                 if low >= high:
                     continue
-                record = (h * shape[SLOTS] + table[seqs[s, TABLE_AT] + group]) * slices
+                slot = table[seqs[s, TABLE_AT] + group]
+                record = (h * shape[SLOTS] + slot) * slices
+                # While this group is worked on, the next one's records come from memory.
+                ahead = int64(0)
+                if group + 1 < items[it, LAST]:
+                    ahead = (table[seqs[s, TABLE_AT] + group + 1] - slot) * slices
                 body_scores(
-                    q, shape, dots_k, middles[0], k_codes, k_axes, record * shape[K_BYTES], rows,
-                    w, act, scales, tmp, zs, scores,
+                    q, shape, dots_k, middles[0], k_codes, k_axes, record * shape[K_BYTES],
+                    ahead * shape[K_BYTES], rows, w, act, scales, tmp, zs, scores,
                 )  # fmt: skip
                 if softmax_tile(
                     shape, seqs, s, h, first, queries, base, int64(GROUP), twin, True, cap, slopes,
@@ -109,7 +114,8 @@ def run_items(
                 ):  # fmt: skip
                     body_values(
                         scores, shape, dots_v, middles[1], v_codes, v_axes,
-                        record * shape[V_BYTES], rows, w, act, scales, tmp, zs, alpha, o,
+                        record * shape[V_BYTES], ahead * shape[V_BYTES], rows, w, act, scales, tmp,
+                        zs, alpha, o,
                     )  # fmt: skip
         if kind in (EXACT, ALL):
             for tile in range(seqs[s, TILE_FIRST], seqs[s, TILE_LAST]):

@@ -52,7 +52,7 @@ _QUADS = _RED // 4
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTERS = (types.CPointer(types.uint8), types.CPointer(types.uint8))
 _FLOATS = (types.CPointer(types.float32), types.CPointer(types.float32))
-_SIGNATURE = types.void(*_POINTERS, *_FLOATS, types.int64, types.int64)
+_SIGNATURE = types.void(*_POINTERS, *_FLOATS, types.int64, types.int64, types.int64)
 
 
 def _bytes(pattern):
@@ -90,6 +90,14 @@ def _pieces(builder, codes, bits, emitter):
     low = builder.and_(codes, _bytes(15))
     high = builder.and_(_shifted(builder, codes, -4), _bytes(15))
     return [(low, 4, 0), (high, 4, 4)]
+
+
+def _prefetch(builder, pointer):
+    """Ask for a line that will be read soon; harmless wherever it points."""
+    pointer = builder.bitcast(pointer, _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer, I32(0), I32(3), I32(1)])
 
 
 class _Float:
@@ -176,7 +184,7 @@ _MODES = {"f32": _Float(), "i8": _Int8(), "i16": _Int16()}
 
 
 @intrinsic(prefer_literal=True)
-def _dot_lines(_, codes, act, scales, out, n_out, n_red, bits, rows, mode, isa):
+def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode, isa):
     literals = (bits, rows, mode, isa)
     if not all(isinstance(x, types.Literal) for x in literals):
         return None
@@ -187,7 +195,7 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, bits, rows, mode, isa):
     blocks = max(1, 4 // n_rows)
 
     def codegen(_context, builder, _signature, args):
-        codes, act, scales, out, n_out, n_red = args[:6]
+        codes, act, scales, out, n_out, n_red, ahead = args[:7]
         n_blocks = builder.sdiv(n_red, _I64(_RED))
         out_bytes = builder.mul(n_blocks, _I64(_LINE_BYTES * width))
         stride = builder.mul(n_red, _I64(form.row_bytes))
@@ -220,6 +228,9 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, bits, rows, mode, isa):
                         for r in range(n_rows)
                     ]
                 for base, block in zip(bases, sums, strict=True):
+                    for s in range(width):
+                        line = builder.add(builder.add(at, ahead), _I64(_LINE_BYTES * s))
+                        _prefetch(builder, builder.gep(base, [line]))
                     words = [
                         load_value(
                             builder,
@@ -247,7 +258,7 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, bits, rows, mode, isa):
                     builder.store(value, builder.bitcast(target, F32V.as_pointer())).align = 4
         return _context.get_dummy_value()
 
-    return types.void(codes, act, scales, out, types.int64, types.int64, *literals), codegen
+    return types.void(codes, act, scales, out, *(types.int64,) * 3, *literals), codegen
 
 
 _keep_alive = []  # type: ignore[var-annotated]
@@ -263,8 +274,8 @@ def dot_address(bits, rows, mode, isa):
     """
 
     @callback(_SIGNATURE)
-    def dot(codes, act, scales, out, n_out, n_red):
-        _dot_lines(codes, act, scales, out, n_out, n_red, bits, rows, mode, isa)
+    def dot(codes, act, scales, out, n_out, n_red, ahead):
+        _dot_lines(codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode, isa)
 
     _keep_alive.append(dot)
     return dot.address
@@ -272,7 +283,7 @@ def dot_address(bits, rows, mode, isa):
 
 @intrinsic
 def call_dot(
-    _, address, codes, codes_at, act, act_at, scales, scales_at, out, out_at, n_out, n_red
+    _, address, codes, codes_at, act, act_at, scales, scales_at, out, out_at, n_out, n_red, ahead
 ):
     """Call a micro-kernel of :func:`dot_address`;
     ``*_at`` are offsets in elements of each array.
@@ -285,11 +296,11 @@ def call_dot(
             return builder.bitcast(at, kind.as_pointer())
 
         kinds = [_I8, _I8, F32, F32]
-        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 2)
+        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 3)
         function = builder.inttoptr(args[0], kind.as_pointer())
         values = [pointer(1 + 2 * i, k) for i, k in enumerate(kinds)]
-        builder.call(function, [*values, args[9], args[10]])
+        builder.call(function, [*values, *args[9:]])
         return context.get_dummy_value()
 
     i64 = types.int64
-    return types.void(i64, codes, i64, act, i64, scales, i64, out, i64, i64, i64), codegen
+    return types.void(i64, codes, i64, act, i64, scales, i64, out, i64, i64, i64, i64), codegen

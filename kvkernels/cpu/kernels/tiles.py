@@ -89,21 +89,22 @@ def block_of(rows_left):
 
 
 @kernel
-def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red):
+def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, ahead):
     """out[rows, n_out] = activations[rows, n_red] @ codes.T; float activations are in ``w``."""
     r = int64(0)
     while r < rows:
         size, which = block_of(rows - r)
         if mode == F32:
             call_dot(
-                dots[which], codes, at, w, r * n_red, scales, int64(0), out, r * n_out, n_out, n_red
-            )
+                dots[which], codes, at, w, r * n_red, scales, int64(0), out, r * n_out, n_out,
+                n_red, ahead,
+            )  # fmt: skip
         else:
             row_bytes = n_red if mode == I8 else 2 * n_red
             scale_at = r * (n_red // 32) if mode == I8 else r
             call_dot(
                 dots[which], codes, at, act, r * row_bytes, scales, scale_at, out, r * n_out,
-                n_out, n_red,
+                n_out, n_red, ahead,
             )  # fmt: skip
         r += size
 
@@ -119,7 +120,9 @@ def quantise_row(mode, w, r, n, middle, act, scales):
 
 
 @kernel
-def body_scores(q, shape, dots, middle, codes, axes, at, rows, w, act, scales, tmp, zs, scores):
+def body_scores(
+    q, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, scores
+):
     """scores[row, 128] of one sealed group; ``at`` = byte offset of its K record(s)."""
     width, dim = shape[SLICE], shape[HEAD_DIM]
     for piece in range(dim // width):
@@ -134,7 +137,9 @@ def body_scores(q, shape, dots, middle, codes, axes, at, rows, w, act, scales, t
                 store(w, r * width + d, x * load_half(axes, scale_at + d))
                 z = fma(x, load_half(axes, zero_at + d), z)
             zs[r] = hsum(z) + quantise_row(shape[K_MODE], w, r, width, middle, act, scales)
-        times_codes(dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width)
+        times_codes(
+            dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width, ahead
+        )
         for r in range(rows):
             z = splat(zs[r])
             for t in range(0, GROUP, 16):
@@ -145,7 +150,9 @@ def body_scores(q, shape, dots, middle, codes, axes, at, rows, w, act, scales, t
 
 
 @kernel
-def body_values(p, shape, dots, middle, codes, axes, at, rows, w, act, scales, tmp, zs, alpha, o):
+def body_values(
+    p, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, alpha, o
+):
     """o[row, D] = o * alpha + sum_t p[t] * value[t]; ``at`` = byte offset of the V record(s)."""
     width, dim = shape[SLICE], shape[HEAD_DIM]
     for piece in range(dim // width):
@@ -160,7 +167,9 @@ def body_values(p, shape, dots, middle, codes, axes, at, rows, w, act, scales, t
                 store(w, r * GROUP + t, zero_unless_positive(x * load_half(axes, scale_at + t), x))
                 z = z + zero_unless_positive(x * load_half(axes, zero_at + t), x)
             zs[r] = hsum(z) + quantise_row(shape[V_MODE], w, r, GROUP, middle, act, scales)
-        times_codes(dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP)
+        times_codes(
+            dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP, ahead
+        )
         for r in range(rows):
             z, a = splat(zs[r]), splat(alpha[r])
             for d in range(0, width, 16):
