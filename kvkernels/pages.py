@@ -98,6 +98,8 @@ class PageClass:
 
         Blocks: sinks, previous and open group, one new group per sequence in a step, and one more
         for each sequence whose step crosses two group boundaries, which takes at least 130 rows.
+        Where n_ctx is too short for all of these, forks that write in one step still need the block
+        they shared besides a copy each: one more for every two sequences.
         """
         full = n_ctx // GROUP - sink_tokens // GROUP
         if window is None:
@@ -106,8 +108,10 @@ class PageClass:
             kept = -(-(window + 2 * GROUP - 1) // GROUP) + 1
             slots = min(n_seq * max(full, 0), n_seq * (kept + 1) + n_ubatch // GROUP)
         groups = -(-n_ctx // GROUP)
-        per_seq = min(sink_tokens // GROUP + 3, groups)
-        return slots, n_seq * per_seq + min(n_seq, n_ubatch // (GROUP + 2))
+        per_seq = sink_tokens // GROUP + 3
+        shared = n_seq // 2 if groups < per_seq else 0
+        crossing = min(n_seq, n_ubatch // (GROUP + 2))
+        return slots, n_seq * min(per_seq, groups) + shared + crossing
 
     def append(
         self, pages: SeqPages, n: int, rows: int, source: int, taken: list[tuple[PagePool, int]]
