@@ -71,7 +71,9 @@ def bench(
     limits = Guards.read(guards) if guard else Guards()
     base = QUICK if quick else Effort()
     effort = Effort(base.rounds, base.least_s, base.warmup, cold)
-    lines = _run(chosen, device, effort)
+    # With a guard a line may still be measured again, so it is printed at the end.
+    at_once = as_json and not guard
+    lines = _run(chosen, device, effort, at_once=at_once)
     broken = limits.broken(x.result for x in lines)
     for _ in range(_RETRIES):
         if not broken:
@@ -83,8 +85,8 @@ def bench(
         broken = limits.broken(x.result for x in lines)
     results = [x.result for x in lines]
     if as_json:
-        for x in lines:
-            emit(x.result.to_json(x.before, x.after))
+        for x in [] if at_once else lines:
+            x.emit()
     else:
         _show(results, lines[0].before, lines[-1].after)
     for name, least, found in broken:
@@ -105,8 +107,14 @@ class Line:
     before: Load
     after: Load
 
+    def emit(self) -> None:
+        """Print it as one JSON line."""
+        emit(self.result.to_json(self.before, self.after))
 
-def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
+
+def _run(
+    chosen: list[Bench], device_id: str, effort: Effort, *, at_once: bool = False
+) -> list[Line]:
     device = open_device(device_id)
     lines: list[Line] = []
     with Progress(console=stderr(), transient=True) as progress:
@@ -116,7 +124,10 @@ def _run(chosen: list[Bench], device_id: str, effort: Effort) -> list[Line]:
             before = machine_load()
             results = list(item.run(device, effort))
             after = machine_load()
-            lines += [Line(item, r, before, after) for r in results]
+            fresh = [Line(item, r, before, after) for r in results]
+            lines += fresh
+            for line in fresh if at_once else []:
+                line.emit()
             progress.advance(task)
     if not lines:
         raise InputError("bench", found="no result", needed="at least one")
