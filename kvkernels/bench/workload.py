@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from kvkernels.backend import Device
 from kvkernels.cache import Cache
 from kvkernels.cpu import reference
+from kvkernels.cpu.pool import available_threads
 from kvkernels.dispatch import Policy
 from kvkernels.op import GROUP, LayerSpec
 from kvkernels.planner import Limits, plan
@@ -21,6 +24,7 @@ F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 _FILL_ROWS = 512
 _WIDE_ROWS = 256
+_BLAS_ALONE = 1 << 18  # multiplications up to which OpenBLAS uses one thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,40 +129,70 @@ def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
 def numpy_step(
     spec: LayerSpec, q: F32, k: NDArray[Any], v: NDArray[Any]
 ) -> Callable[[], NDArray[np.float32]]:
-    """A decode step in NumPy over a ready cache: k and v [n, n_kv_head, D], stored as given.
+    """The quickest decode step in NumPy that we know over a ready cache, k and v [n, n_kv_head, D]
+    stored as given; which one it is, is tried out here and now.
 
-    Kept head by head ([n_kv_head, n, D]), which is the layout BLAS likes best here. A float16 cache
-    is widened in blocks of rows that stay in the processor's cache, quicker than any other way we
-    found: NumPy has no float16 matrix product worth the name.
+    Kept head by head ([n_kv_head, n, D]), which is the layout BLAS likes best. Candidates: batched
+    matrix products with BLAS's own threads (float32), and heads in blocks of rows, one after the
+    other or on threads of our own. Blocks are so small that BLAS stays on one thread: its threads
+    spin, and on a busy machine a step with them takes a hundred times longer. A float16 cache is
+    widened block by block: NumPy has no float16 matrix product worth the name.
     """
     keys = np.ascontiguousarray(k.transpose(1, 0, 2))
     values = np.ascontiguousarray(v.transpose(1, 0, 2))
     grouped = q.reshape(spec.n_kv_head, spec.gqa, spec.head_dim) * np.float32(spec.scale)
-    n = keys.shape[1]
-    wide = np.empty((_WIDE_ROWS, spec.head_dim), np.float32)
-    scores = np.empty((spec.gqa, n), np.float32)
-    blocks = [(a, min(n, a + _WIDE_ROWS)) for a in range(0, n, _WIDE_ROWS)]
+    n, heads = keys.shape[1], range(spec.n_kv_head)
+    rows = max(64, min(_WIDE_ROWS, _BLAS_ALONE // (spec.gqa * spec.head_dim)))
+    blocks = [(a, min(n, a + rows)) for a in range(0, n, rows)]
+    narrow = keys.dtype != np.float32
+    pool = ThreadPoolExecutor(available_threads())
 
-    def softmax(scores: F32) -> F32:
-        p: F32 = np.exp(scores - scores.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        return p
-
-    def ready() -> F32:
-        p = softmax(grouped @ keys.transpose(0, 2, 1))
-        out: F32 = p @ values
+    def batched() -> F32:
+        out: F32 = _softmax(grouped @ keys.transpose(0, 2, 1)) @ values
         return out.reshape(spec.n_head, spec.head_dim)
 
-    def widened() -> F32:
-        out = np.zeros((spec.n_kv_head, spec.gqa, spec.head_dim), np.float32)
-        for h in range(spec.n_kv_head):
-            for a, b in blocks:
-                np.copyto(wide[: b - a], keys[h, a:b])
-                np.matmul(grouped[h], wide[: b - a].T, out=scores[:, a:b])
-            p = softmax(scores)
-            for a, b in blocks:
-                np.copyto(wide[: b - a], values[h, a:b])
-                out[h] += p[:, a:b] @ wide[: b - a]
+    def head(h: int, out: F32) -> None:
+        wide = np.empty((rows, spec.head_dim), np.float32)
+        scores = np.empty((spec.gqa, n), np.float32)
+        for a, b in blocks:
+            part = _widened(keys[h, a:b], wide) if narrow else keys[h, a:b]
+            np.matmul(grouped[h], part.T, out=scores[:, a:b])
+        p = _softmax(scores)
+        for a, b in blocks:
+            part = _widened(values[h, a:b], wide) if narrow else values[h, a:b]
+            out[h] += p[:, a:b] @ part
+
+    def serial() -> F32:
+        out = np.zeros(grouped.shape, np.float32)
+        for h in heads:
+            head(h, out)
         return out.reshape(spec.n_head, spec.head_dim)
 
-    return ready if keys.dtype == np.float32 else widened
+    def threaded() -> F32:
+        out = np.zeros(grouped.shape, np.float32)
+        for _ in pool.map(lambda h: head(h, out), heads):
+            pass
+        return out.reshape(spec.n_head, spec.head_dim)
+
+    known = [serial, threaded] if narrow else [batched, serial, threaded]
+    return min(known, key=_best_of_five)
+
+
+def _softmax(scores: F32) -> F32:
+    p: F32 = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    return p
+
+
+def _widened(part: NDArray[Any], wide: F32) -> F32:
+    np.copyto(wide[: len(part)], part)
+    return wide[: len(part)]
+
+
+def _best_of_five(call: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(6):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
