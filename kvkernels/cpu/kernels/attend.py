@@ -12,8 +12,8 @@ them in a fixed order, so the bits do not depend on the thread count.
 import numpy as np
 from numba import float32, int64
 
-from kvkernels.cpu.kernels.jit import kernel
-from kvkernels.cpu.kernels.rotate import rotate_rows
+from kvkernels.cpu.kernels.jit import inner, kernel
+from kvkernels.cpu.kernels.rotate import rotate_row
 from kvkernels.cpu.kernels.simd import load, splat, store
 from kvkernels.cpu.kernels.softmax import MINUS_INF
 from kvkernels.cpu.kernels.tiles import (
@@ -47,7 +47,7 @@ BLOCK, BASE, ROWS, IS_TWIN = range(4)
 TILE_FIRST, TILE_LAST = 8, 9
 
 
-@kernel
+@inner
 def take_queries(source, at, n_head, gqa, queries, dim, scale, q):
     """q[queries * gqa, D] = scale * rows of one KV head, from float32 [T, n_head, D]."""
     for i in range(queries):
@@ -86,73 +86,81 @@ def run_items(
         first, queries = items[it, Q_FIRST], items[it, QUERIES]
         rows, position = queries * gqa, seqs[s, N_PAST] + first
         m, lsum, o = pm[part], pl[part], po[part]
-        m[:rows] = MINUS_INF
-        lsum[:rows] = float32(0.0)
-        o[: rows * dim] = float32(0.0)
+        # Loops and not slice assignments: Numba compiles a shape-error message for each of those.
+        for r in range(rows):
+            m[r], lsum[r] = MINUS_INF, float32(0.0)
+        for d in range(0, rows * dim, 16):
+            store(o, d, splat(float32(0.0)))
         q_at = ((seqs[s, Q_START] + first) * n_head + h * gqa) * dim
-        if kind != CURRENT:
-            take_queries(q_rotated, q_at, n_head, gqa, queries, dim, scale, q)
-        if kind in (BODY, ALL):
-            for group in range(items[it, FIRST], items[it, LAST]):
-                base, twin = group * GROUP, group == seqs[s, TWIN_GROUP]
-                low, high = span(shape, position, queries, base, GROUP, twin, True)
-                if low >= high:
-                    continue
-                slot = table[seqs[s, TABLE_AT] + group]
-                record = (h * shape[SLOTS] + slot) * slices
-                # While this group is worked on, the next one's records come from memory.
-                ahead = int64(0)
-                if group + 1 < items[it, LAST]:
-                    ahead = (table[seqs[s, TABLE_AT] + group + 1] - slot) * slices
-                body_scores(
-                    q, shape, dots_k, middles[0], k_codes, k_axes, record * shape[K_BYTES],
-                    ahead * shape[K_BYTES], rows, w, act, scales, tmp, zs, scores,
-                )  # fmt: skip
-                if softmax_tile(
-                    shape, seqs, s, h, first, queries, base, int64(GROUP), twin, True, cap, slopes,
-                    mask, scores, m, lsum, alpha,
-                ):  # fmt: skip
-                    body_values(
-                        scores, shape, dots_v, middles[1], v_codes, v_axes,
-                        record * shape[V_BYTES], ahead * shape[V_BYTES], rows, w, act, scales, tmp,
-                        zs, alpha, o,
-                    )  # fmt: skip
-        if kind in (EXACT, ALL):
-            for tile in range(seqs[s, TILE_FIRST], seqs[s, TILE_LAST]):
-                base, n, twin = tiles[tile, BASE], tiles[tile, ROWS], tiles[tile, IS_TWIN] != 0
-                low, high = span(shape, position, queries, base, n, twin, False)
-                if low >= high:
-                    continue
-                at = (h * shape[BLOCKS] + tiles[tile, BLOCK]) * GROUP * dim
-                exact_scores(q, mats, k_exact, at, int64(GROUP), dim, n, rows, scores)
-                if softmax_tile(
-                    shape, seqs, s, h, first, queries, base, n, twin, False, cap, slopes,
-                    mask, scores, m, lsum, alpha,
-                ):  # fmt: skip
-                    exact_values(
-                        scores, mats, v_exact, at, dim, dim, low, high, rows, tmp, alpha, o
+        last_phase = CURRENT if kind == ALL else kind
+        for phase in range(BODY if kind == ALL else kind, last_phase + 1):
+            begin, end, stride = int64(0), int64(0), dim
+            if phase == BODY:
+                begin, end = items[it, FIRST], items[it, LAST]
+            elif phase == EXACT:
+                begin, end = seqs[s, TILE_FIRST], seqs[s, TILE_LAST]
+            elif k_new_stride > 0:
+                end = (seqs[s, N_Q] + GROUP - 1) // GROUP
+            if phase == CURRENT and kind == ALL:
+                # What comes now is un-rotated; the sums so far are rotated back (they are linear).
+                for d in range(0, rows * dim, 16):
+                    store(tmp, d, load(o, d))
+                for r in range(rows):
+                    rotate_row(tmp[r * dim : (r + 1) * dim], o[r * dim : (r + 1) * dim], dim)
+            if phase in (CURRENT, BODY) or kind == EXACT:
+                source = q_plain if phase == CURRENT else q_rotated
+                take_queries(source, q_at, n_head, gqa, queries, dim, scale, q)
+            for index in range(begin, end):
+                # One softmax for every source: which keys these are, scores, softmax, values.
+                base, n, twin = index * GROUP, int64(GROUP), False
+                at, ahead = int64(0), int64(0)
+                if phase == BODY:
+                    twin = index == seqs[s, TWIN_GROUP]
+                    slot = table[seqs[s, TABLE_AT] + index]
+                    at = (h * shape[SLOTS] + slot) * slices
+                    # While this group is worked on, the next one's records come from memory.
+                    if index + 1 < end:
+                        ahead = (table[seqs[s, TABLE_AT] + index + 1] - slot) * slices
+                elif phase == EXACT:
+                    base, n, twin = (
+                        tiles[index, BASE],
+                        tiles[index, ROWS],
+                        tiles[index, IS_TWIN] != 0,
                     )
-        if kind == ALL:
-            # What comes now is un-rotated; the sums so far are rotated back, they are linear in the
-            # values.
-            block = o[: rows * dim].reshape(rows, dim)
-            rotate_rows(block, tmp[: rows * dim].reshape(rows, dim))
-            o[: rows * dim] = tmp[: rows * dim]
-        if (kind in (CURRENT, ALL)) and k_new_stride > 0:
-            take_queries(q_plain, q_at, n_head, gqa, queries, dim, scale, q)
-            for tile in range(0, seqs[s, N_Q], GROUP):
-                base, n = seqs[s, N_PAST] + tile, min(int64(GROUP), seqs[s, N_Q] - tile)
-                low, high = span(shape, position, queries, base, n, False, False)
+                    at = (h * shape[BLOCKS] + tiles[index, BLOCK]) * GROUP * dim
+                else:
+                    base, n = seqs[s, N_PAST] + base, min(n, seqs[s, N_Q] - base)
+                    at = seqs[s, Q_START] + index * GROUP
+                    stride = n_kv_head * dim
+                low, high = span(shape, position, queries, base, n, twin, phase == BODY)
                 if low >= high:
                     continue
-                row = seqs[s, Q_START] + tile
-                k_at = h * dim * k_new_stride + row
-                exact_scores(q, mats[3:], k_new, k_at, k_new_stride, dim, n, rows, scores)
-                if softmax_tile(
-                    shape, seqs, s, h, first, queries, base, n, False, False, cap, slopes,
+                if phase == BODY:
+                    body_scores(
+                        q, shape, dots_k, middles[0], k_codes, k_axes, at * shape[K_BYTES],
+                        ahead * shape[K_BYTES], rows, w, act, scales, tmp, zs, scores,
+                    )  # fmt: skip
+                elif phase == EXACT:
+                    exact_scores(q, mats, k_exact, at, int64(GROUP), dim, n, rows, scores)
+                else:
+                    k_at = h * dim * k_new_stride + at
+                    exact_scores(q, mats[3:], k_new, k_at, k_new_stride, dim, n, rows, scores)
+                if not softmax_tile(
+                    shape, seqs, s, h, first, queries, base, n, twin, phase == BODY, cap, slopes,
                     mask, scores, m, lsum, alpha,
                 ):  # fmt: skip
-                    exact_values(
-                        scores, mats[3:], v_new, (row * n_kv_head + h) * dim, n_kv_head * dim, dim,
-                        low, high, rows, tmp, alpha, o,
+                    continue
+                if phase == BODY:
+                    body_values(
+                        scores, shape, dots_v, middles[1], v_codes, v_axes, at * shape[V_BYTES],
+                        ahead * shape[V_BYTES], rows, w, act, scales, tmp, zs, alpha, o,
                     )  # fmt: skip
+                elif phase == EXACT:
+                    exact_values(
+                        scores, mats, v_exact, at, stride, dim, low, high, rows, tmp, alpha, o
+                    )
+                else:
+                    v_at = (at * n_kv_head + h) * dim
+                    exact_values(
+                        scores, mats[3:], v_new, v_at, stride, dim, low, high, rows, tmp, alpha, o
+                    )

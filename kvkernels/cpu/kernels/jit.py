@@ -30,12 +30,18 @@ def _restamp(compiled):
     return compiled
 
 
+_FAST = {"contract", "nsz"}
+
+
 def kernel(function):
-    """Compile for speed: nogil, no bounds checks, a*b+c may contract to fma;
-    nothing may reassociate.
+    """An entry: called from Python, compiled for speed, cached. nogil, no bounds checks.
+
+    a * b + c may contract to fma; nothing may reassociate.
     """
     return _restamp(
-        njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})(function)
+        njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST, no_cfunc_wrapper=True)(
+            function
+        )
     )
 
 
@@ -44,6 +50,19 @@ def exact_kernel(function):
     for whatever decides bytes.
     """
     return _restamp(njit(cache=True, nogil=True, error_model="numpy")(function))
+
+
+def inner(function):
+    """Part of a kernel, called from kernels only: no wrapper for Python,
+    no cache entry of its own.
+    """
+    return njit(
+        nogil=True,
+        error_model="numpy",
+        fastmath=_FAST,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+    )(function)
 
 
 def callback(signature):

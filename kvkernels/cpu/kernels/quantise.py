@@ -1,4 +1,4 @@
-"""Activations in integers (codec.md 5c): the row of a dot product, quantised anew for every record.
+"""Activations of a dot product with codes: a row times a record's axis, made anew for every record.
 
 int8 has one scale per 32 values, int16 one per row, kept as two int8 halves because that is what
 byte dot products take. ``MODES`` in ``dot.py`` says how the bytes lie.
@@ -6,17 +6,21 @@ byte dot products take. ``MODES`` in ``dot.py`` says how the bytes lie.
 
 from numba import float32
 
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner
 from kvkernels.cpu.kernels.simd import (
+    fma,
     high_byte,
     hmax,
     hsum,
     load,
+    load_half,
     round_scaled,
     splat,
+    store,
     store_bytes,
     vabs,
     vmax,
+    zero_unless_positive,
 )
 
 F32, I8, I16 = 0, 1, 2
@@ -29,45 +33,75 @@ _I16_STEP, _I8_STEP = float32(1.0 / 32512.0), float32(1.0 / 127.0)
 _TINY = float32(1e-30)
 
 
-@kernel
-def quantise_i8(x, at, n, out, out_at, scales, scale_at):
-    """int8 of ``x[at : at + n]``, n a multiple of 32; returns what rounding lost from the sum of
-    the row.
+@inner
+def folded(x, at, axes, scale_at, zero_at, d, gated, z):
+    """16 activations ``x * scale`` from position d on, and ``z`` plus ``x * zero`` (codec.md 6).
 
-    Codes are nearly centred on their middle, so adding ``middle * lost`` to the dot product halves
-    the error.
+    ``gated``: x are probabilities, and a token nobody sees has x = 0; its axes must not turn that
+    into NaN (B5).
     """
-    lost = splat(float32(0.0))
+    value = load(x, at + d)
+    w = value * load_half(axes, scale_at + d)
+    if gated:
+        y = value * load_half(axes, zero_at + d)
+        return zero_unless_positive(w, value), z + zero_unless_positive(y, value)
+    return w, fma(value, load_half(axes, zero_at + d), z)
+
+
+@inner
+def fold_f32(x, at, axes, scale_at, zero_at, n, gated, out, out_at):
+    """Activations in float32; returns sum(x * zero)."""
+    z = splat(float32(0.0))
+    for d in range(0, n, 16):
+        w, z = folded(x, at, axes, scale_at, zero_at, d, gated, z)
+        store(out, out_at + d, w)
+    return hsum(z)
+
+
+@inner
+def fold_i8(x, at, axes, scale_at, zero_at, n, gated, middle, out, out_at, scales, scales_at):
+    """Activations in int8, n a multiple of 32; returns sum(x * zero) and the rounding correction.
+
+    Codes are nearly centred on their middle, so adding ``middle * (what rounding lost from the sum
+    of the activations)`` to the dot product halves the error.
+    """
+    z, lost = splat(float32(0.0)), splat(float32(0.0))
     for b in range(n // 32):
-        i = at + 32 * b
-        a, c = load(x, i), load(x, i + 16)
+        i = 32 * b
+        a, z = folded(x, at, axes, scale_at, zero_at, i, gated, z)
+        c, z = folded(x, at, axes, scale_at, zero_at, i + 16, gated, z)
         top = hmax(vmax(vabs(a), vabs(c)))
         if top < _TINY:
             top = float32(0.0)
         inverse = _I8_MAX / top if top > float32(0.0) else float32(0.0)
         ra, ia = round_scaled(a, inverse)
         rc, ic = round_scaled(c, inverse)
-        store_bytes(out, out_at + 32 * b, ia)
-        store_bytes(out, out_at + 32 * b + 16, ic)
+        store_bytes(out, out_at + i, ia)
+        store_bytes(out, out_at + i + 16, ic)
         scale = top * _I8_STEP
-        scales[scale_at + b] = scale
+        scales[scales_at + b] = scale
         lost = lost + (a + c - splat(scale) * (ra + rc))
-    return hsum(lost)
+    return hsum(fma(splat(middle), lost, z))
 
 
-@kernel
-def quantise_i16(x, at, n, out, out_at, scales, scale_at):
-    """int16 of ``x[at : at + n]`` as n high bytes followed by n low bytes; n a multiple of 16."""
-    largest = splat(float32(0.0))
-    for i in range(0, n, 16):
-        largest = vmax(vabs(load(x, at + i)), largest)
+@inner
+def fold_i16(x, at, axes, scale_at, zero_at, n, gated, w, w_at, out, out_at, scales, scales_at):
+    """Activations in int16, n high bytes then n low bytes; returns sum(x * zero).
+    ``w`` is room for n.
+    """
+    z, largest = splat(float32(0.0)), splat(float32(0.0))
+    for d in range(0, n, 16):
+        a, z = folded(x, at, axes, scale_at, zero_at, d, gated, z)
+        store(w, w_at + d, a)
+        largest = vmax(vabs(a), largest)
     top = hmax(largest)
     if top < _TINY:
         top = float32(0.0)
     inverse = _I16_MAX / top if top > float32(0.0) else float32(0.0)
-    for i in range(0, n, 16):
-        _, value = round_scaled(load(x, at + i), inverse)
-        store_bytes(out, out_at + i, high_byte(value))
+    for d in range(0, n, 16):
+        _, value = round_scaled(load(w, w_at + d), inverse)
+        store_bytes(out, out_at + d, high_byte(value))
         # value - 256 * high has the same low byte as value
-        store_bytes(out, out_at + n + i, value)
-    scales[scale_at] = top * _I16_STEP
+        store_bytes(out, out_at + n + d, value)
+    scales[scales_at] = top * _I16_STEP
+    return hsum(z)

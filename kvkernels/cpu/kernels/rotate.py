@@ -37,7 +37,7 @@ def first_nonfinite(x):
 
 
 @njit(**_JIT)
-def _rotate_row(x, y, d):
+def rotate_row(x, y, d):
     """One row: fp32 ``x [d]`` -> ``y [d]`` (may not alias)."""
     width = min(d, 128)
     # Strides 1 and 2 together: groups of four lanes, which the compiler turns into shuffles.
@@ -91,7 +91,7 @@ def rotate_rows(x, out):
     """fp32 ``x [rows, D]`` -> rotated fp32 ``out [rows, D]``, D in 64, 128, 256, 512; no alias."""
     d = x.shape[1]
     for r in range(x.shape[0]):
-        _rotate_row(x[r], out[r], d)
+        rotate_row(x[r], out[r], d)
 
 
 @njit(**_JIT)
@@ -100,7 +100,7 @@ def rotate_rows_to_half(x, out):
     d = x.shape[1]
     row = np.empty(d, np.float32)
     for r in range(x.shape[0]):
-        _rotate_row(x[r], row, d)
+        rotate_row(x[r], row, d)
         half = out[r]
         for i in range(d):
             half[i] = float_to_half(row[i])

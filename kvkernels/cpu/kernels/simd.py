@@ -17,7 +17,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic
 
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner
 
 LANES = 16
 I32, F32 = ir.IntType(32), ir.FloatType()
@@ -311,7 +311,7 @@ def _power_of_two(_, exponent):
     return F32x16(F32x16), codegen
 
 
-@kernel
+@inner
 def exp2(x):
     """2**x per lane, relative error < 4e-7 for x in [-126.5, 127]; below that (also -inf) exactly
     0.
@@ -340,7 +340,7 @@ def _bits(_, value):
     return I32x16(F32x16), lambda _c, b, _s, a: b.bitcast(a[0], I32V)
 
 
-@kernel
+@inner
 def round_scaled(x, scale):
     """x * scale rounded to the nearest integer, |result| < 2**21: (as float32, with its low 16 bits
     in an int32 lane).

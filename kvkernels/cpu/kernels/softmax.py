@@ -8,7 +8,7 @@ exactly 0.
 import numpy as np
 from numba import float32, int64
 
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner
 from kvkernels.cpu.kernels.simd import (
     exp2,
     first,
@@ -28,7 +28,7 @@ LOG2E = np.float32(1.4426950408889634)
 MINUS_INF = np.float32(-np.inf)
 
 
-@kernel
+@inner
 def softcap_lanes(x, cap):
     """cap * tanh(x / cap), through exp2; absolute error below 2e-7 * cap."""
     power = x * splat(float32(2.0) * LOG2E / cap)
@@ -36,7 +36,7 @@ def softcap_lanes(x, cap):
     return splat(cap) - splat(float32(2.0) * cap) / (e + splat(float32(1.0)))
 
 
-@kernel
+@inner
 def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
     """In place: cap, add ``slope * (key - query)`` and the mask, set keys outside [low, high) to
     -inf.
@@ -69,7 +69,7 @@ def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
     return hmax(largest)
 
 
-@kernel
+@inner
 def exponentials(scores, at, n, maximum):
     """In place: exp(score - maximum); returns their sum."""
     total = splat(float32(0.0))
@@ -81,7 +81,7 @@ def exponentials(scores, at, n, maximum):
     return hsum(total)
 
 
-@kernel
+@inner
 def decay(before, after):
     """exp(before - after) for a running maximum that grew: 0 when there was nothing before."""
     return first(exp2(splat((before - after) * LOG2E)))

@@ -8,17 +8,15 @@ Rows are (query, head of the KV head), ``row = i * gqa + g``. Scores and probabi
 from numba import float32, int64
 
 from kvkernels.cpu.kernels.dot import call_dot
-from kvkernels.cpu.kernels.jit import kernel
+from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.matrix import call_matrix
-from kvkernels.cpu.kernels.quantise import F32, I8, I16, quantise_i8, quantise_i16
+from kvkernels.cpu.kernels.quantise import F32, I8, I16, fold_f32, fold_i8, fold_i16
 from kvkernels.cpu.kernels.simd import (
     fma,
-    hsum,
     load,
     load_half,
     splat,
     store,
-    zero_unless_positive,
 )
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
 
@@ -67,7 +65,7 @@ def visible(shape, position, base, n, twin, body):
     return low, high
 
 
-@kernel
+@inner
 def span(shape, position, queries, base, n, twin, body):
     """Union over ``queries`` of what they see of a tile: rows outside are never read (B5)."""
     low, high = int64(n), int64(0)
@@ -78,7 +76,7 @@ def span(shape, position, queries, base, n, twin, body):
     return low, high
 
 
-@kernel
+@inner
 def block_of(rows_left):
     """(rows of the next micro-kernel pass, which of the three kernels that is)."""
     if rows_left >= 4:
@@ -88,7 +86,7 @@ def block_of(rows_left):
     return int64(1), int64(2)
 
 
-@kernel
+@inner
 def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, ahead):
     """out[rows, n_out] = activations[rows, n_red] @ codes.T; float activations are in ``w``."""
     r = int64(0)
@@ -109,17 +107,23 @@ def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, 
         r += size
 
 
-@kernel
-def quantise_row(mode, w, r, n, middle, act, scales):
-    """Row ``r`` of w [rows, n] into ``act``; returns the correction to the row's dot product."""
+@inner
+def fold_row(mode, x, at, axes, scale_at, zero_at, n, gated, middle, r, w, act, scales):
+    """Row ``r`` of the activations ``x * scale`` in the form of ``mode``;
+    returns their constant part.
+    """
     if mode == I8:
-        return middle * quantise_i8(w, r * n, n, act, r * n, scales, r * (n // 32))
+        return fold_i8(
+            x, at, axes, scale_at, zero_at, n, gated, middle, act, r * n, scales, r * (n // 32)
+        )
     if mode == I16:
-        quantise_i16(w, r * n, n, act, r * 2 * n, scales, r)
-    return float32(0.0)
+        return fold_i16(
+            x, at, axes, scale_at, zero_at, n, gated, w, r * n, act, r * 2 * n, scales, r
+        )
+    return fold_f32(x, at, axes, scale_at, zero_at, n, gated, w, r * n)
 
 
-@kernel
+@inner
 def body_scores(
     q, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, scores
 ):
@@ -130,13 +134,10 @@ def body_scores(
         scale_at = (record + shape[K_BYTES]) // 2 - 2 * width - GROUP
         zero_at, other_at = scale_at + width, scale_at + 2 * width
         for r in range(rows):
-            z = splat(float32(0.0))
-            q_at = r * dim + piece * width
-            for d in range(0, width, 16):
-                x = load(q, q_at + d)
-                store(w, r * width + d, x * load_half(axes, scale_at + d))
-                z = fma(x, load_half(axes, zero_at + d), z)
-            zs[r] = hsum(z) + quantise_row(shape[K_MODE], w, r, width, middle, act, scales)
+            zs[r] = fold_row(
+                shape[K_MODE], q, r * dim + piece * width, axes, scale_at, zero_at, width, False,
+                middle, r, w, act, scales,
+            )  # fmt: skip
         times_codes(
             dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width, ahead
         )
@@ -149,7 +150,7 @@ def body_scores(
                 store(scores, r * GROUP + t, s)
 
 
-@kernel
+@inner
 def body_values(
     p, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, alpha, o
 ):
@@ -160,13 +161,10 @@ def body_values(
         scale_at = (record + shape[V_BYTES]) // 2 - 2 * GROUP - width
         zero_at, other_at = scale_at + GROUP, scale_at + 2 * GROUP
         for r in range(rows):
-            z = splat(float32(0.0))
-            for t in range(0, GROUP, 16):
-                x = load(p, r * GROUP + t)
-                # A token nobody sees has p = 0; its axes must not turn 0 into NaN (B5).
-                store(w, r * GROUP + t, zero_unless_positive(x * load_half(axes, scale_at + t), x))
-                z = z + zero_unless_positive(x * load_half(axes, zero_at + t), x)
-            zs[r] = hsum(z) + quantise_row(shape[V_MODE], w, r, GROUP, middle, act, scales)
+            zs[r] = fold_row(
+                shape[V_MODE], p, r * GROUP, axes, scale_at, zero_at, int64(GROUP), True,
+                middle, r, w, act, scales,
+            )  # fmt: skip
         times_codes(
             dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP, ahead
         )
@@ -178,7 +176,7 @@ def body_values(
                 store(o, i, fma(load(o, i), a, x))
 
 
-@kernel
+@inner
 def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
     """scores[row, t] = q . k[:, t] for t < n rounded up to 64, the rest 0; k is [D, tokens].
 
@@ -197,7 +195,7 @@ def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
             store(scores, r * GROUP + t, splat(float32(0.0)))
 
 
-@kernel
+@inner
 def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o):
     """o[row] = o[row] * alpha + sum over t in [low, high) of p[t] * v[t]; v is [tokens, D]."""
     r = int64(0)
@@ -215,7 +213,7 @@ def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o
             store(o, i, fma(load(o, i), a, load(tmp, i)))
 
 
-@kernel
+@inner
 def softmax_tile(
     shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, m, lsum,
     alpha,
