@@ -75,7 +75,7 @@ class LayerBuffers:
 
     k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact: fp16
     [n_kv_head, blocks, D, 128], v_exact: fp16 [n_kv_head, blocks, 128, D], both rotated; q_exact:
-    fp16 [n_head, blocks, 128, D], rotated, or None when queries are not staged. One KV head's
+    fp16 [n_head, blocks, D, 128], rotated, or None when queries are not staged. One KV head's
     records are contiguous, heads are never interleaved (codec.md 5b).
     """
 

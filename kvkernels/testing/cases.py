@@ -15,7 +15,7 @@ from typing import Any
 
 from kvkernels.errors import InputError, did_you_mean
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.planner import attend_op
+from kvkernels.planner import ACTIVATIONS, attend_op
 from kvkernels.records.layout import BITS, GROUP, HeadLayout, Side
 
 NATIVE, ANY, REFUSE = "native", "any", "refuse"
@@ -39,6 +39,11 @@ class Case:
     quick: bool = False
     must_be: str = NATIVE
     reasons: tuple[str, ...] = ()
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Kinds of activations to run with: the default, the exact one, and all for widths."""
+        return ACTIVATIONS if self.id.startswith(("decode", "prefill")) else ("auto", "f32")
 
     @property
     def n_rows(self) -> int:
@@ -198,6 +203,11 @@ def _masks() -> Iterator[Case]:
         for n_q in (3, 40):
             quick = n_q == 3 and kind in ("bool-498", "add-504", "bool-transposed", "add-heads")
             yield _case("mask", 498, n_q, tag=kind, mask=kind, head_dim=64, quick=quick)
+    for window in (100, 150):
+        yield _case("mask", 498, 40, mask="add-heads", tag="add-heads", window=window, quick=True)
+    # Several blocks of query rows and of keys.
+    for kind in ("add-heads", "bool-1010", "add-transposed"):
+        yield _case("mask", 1000, 200, tag=kind, mask=kind, head_dim=64, quick=kind == "add-heads")
     for dim in (64, 128, 256, 512):
         for kind in ("hidden-rows", "hidden-all", "hidden-tile", "hidden-body"):
             for logits in (False, True):

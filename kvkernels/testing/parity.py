@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvkernels.planner import LayerPlan, Limits, Plan, plan
 from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
-from kvkernels.testing.compare import Comparison, compare, exact_zeros
+from kvkernels.testing.compare import Comparison, compare, exact_zeros, limits_of
 from kvkernels.testing.model import RowsModel
 from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
 
@@ -43,6 +43,7 @@ class Result:
     route: str
     outcome: str
     passed: bool
+    activations: str = "auto"
     error: Comparison | None = None
     reasons: tuple[str, ...] = ()
     window_chunk: int | None = None
@@ -56,6 +57,7 @@ class Result:
             "entry": self.entry,
             "route": self.route,
             "device": self.device,
+            "activations": self.activations,
             "outcome": self.outcome,
             "passed": self.passed,
             "error": self.error.to_json() if self.error else None,
@@ -65,20 +67,28 @@ class Result:
         }
 
 
-def run_case(device: Device, case: Case, entry: str | None = None) -> Result:
+def run_case(
+    device: Device, case: Case, entry: str | None = None, *, activations: str = "auto"
+) -> Result:
     """The case by the entry that is decided for it, or by a named one. Never raises for what a
     device does: an exception becomes a result with outcome ``error``.
     """
-    return next(iter(_results(device, case, [entry])))
+    return next(iter(_results(device, case, [(entry, activations)])))
 
 
 def run_all(device: Device, case: Case) -> list[Result]:
-    """The case by the entry decided for it, then by every other entry that can serve it."""
+    """The case by the entry decided for it, then by every entry that can serve it and with every
+    kind of activations that the case asks for.
+    """
     names = [row.entry for row in device.table if row.kind is OpKind.ATTEND]
-    return list(_results(device, case, [None, *names]))
+    wanted: list[tuple[str | None, str]] = [(None, case.activations[0])]
+    wanted += [(name, kind) for name in names for kind in case.activations]
+    return list(_results(device, case, wanted))
 
 
-def _results(device: Device, case: Case, entries: list[str | None]) -> Iterator[Result]:
+def _results(
+    device: Device, case: Case, wanted: Iterable[tuple[str | None, str]]
+) -> Iterator[Result]:
     # Room for two more groups, so that there are always record slots and blocks to poison.
     limits = Limits(
         n_ctx=case.n_ctx + 2 * GROUP, n_ubatch=max(case.n_rows, 512), n_seq=len(case.n_q)
@@ -99,24 +109,21 @@ def _results(device: Device, case: Case, entries: list[str | None]) -> Iterator[
         )  # fmt: skip
         return
     bench: Bench | None = None
-    done: set[str] = set()
-    for name in entries:
-        decision = _decision(device, case, planned, name)
-        if name is not None and (not decision.ok or name in done):
-            continue  # this entry does not claim the case
+    done: set[tuple[str, str]] = set()
+    for name, activations in wanted:
+        policy = dataclasses.replace(planned.policy, entry=name)
+        op = case.op(device.caps.id, activations=activations)
+        decision = decide(op, device.table, device.caps, policy)
+        if name is not None and (not decision.ok or (name, activations) in done):
+            continue  # this entry does not claim the case, or was the one decided
         try:
             bench = bench or Bench(device, planned, case)
             result = bench.run(decision, name)
         except Exception as error:
             yield _failed(device, case, decision, error)
             continue
-        done.add(str(result.entry))
+        done.add((str(result.entry), activations))
         yield result
-
-
-def _decision(device: Device, case: Case, planned: Plan, entry: str | None) -> Decision:
-    policy = dataclasses.replace(planned.policy, entry=entry)
-    return decide(case.op(device.caps.id), device.table, device.caps, policy)
 
 
 def _refused(device: Device, case: Case, decisions: tuple[Decision, ...]) -> Result:
@@ -134,6 +141,7 @@ def _failed(device: Device, case: Case, decision: Decision | None, error: Except
     return Result(
         case=case.id, device=device.caps.id, entry=decision.entry if decision else None,
         route=str(decision.route) if decision else str(Route.REFUSE), outcome=ERROR, passed=False,
+        activations=decision.op.activations if decision else "auto",
         reasons=(f"{kind}{type(error).__name__}: {error}",),
     )  # fmt: skip
 
@@ -186,7 +194,9 @@ class Bench:
         case = self.case
         first, served = self._attend(decision, forced)
         again, _ = self._attend(decision, forced)
-        error = compare(first, self.expected, served or "")
+        activations = decision.op.activations
+        limits = limits_of(served or "", activations, case.layer.v_bits or 0)
+        error = compare(first, self.expected, limits)
         wrong = []
         if not error.ok:
             wrong.append("outside the limits" if error.finite else "NaN or infinity")
@@ -203,6 +213,7 @@ class Bench:
         return Result(
             case=case.id, device=self.device.caps.id, entry=served, route=str(decision.route),
             outcome=WRONG if wrong else OK, passed=not wrong, error=error, reasons=tuple(wrong),
+            activations=activations,
             window_chunk=self.cache.plan.window_chunk, memory=self.cache.memory().to_json(),
         )  # fmt: skip
 
@@ -213,6 +224,7 @@ class Bench:
         twin.plan = dataclasses.replace(
             self.cache.plan,
             policy=dataclasses.replace(self.cache.plan.policy, entry=forced),
+            limits=dataclasses.replace(self.cache.plan.limits, activations=decision.op.activations),
             layers=(LayerPlan(layer.spec, (decision,), layer.commit),),
         )
         twin._decisions = {}

@@ -93,9 +93,16 @@ def poison_unused(cache: Cache) -> None:
         for name in ("k_exact", "v_exact", "q_exact"):
             array = getattr(buffers, name)
             if isinstance(array, np.ndarray):
-                heads = layer.spec.n_head if name == "q_exact" else layer.spec.n_kv_head
-                blocks = array.view(np.uint16).reshape(heads, buffers.blocks, GROUP, -1)
-                blocks[:, ~rows] = 0xFFFF
+                rows_of(name, array, layer.spec, buffers.blocks)[:, ~rows] = 0xFFFF
+
+
+def rows_of(name: str, array: NDArray[Any], spec: LayerSpec, blocks: int) -> NDArray[np.uint16]:
+    """An exact buffer by its field name, as a view [heads, blocks, 128 tokens, D]."""
+    heads = spec.n_head if name == "q_exact" else spec.n_kv_head
+    flat = array.view(np.uint16)
+    if name == "v_exact":
+        return flat.reshape(heads, blocks, GROUP, spec.head_dim)
+    return flat.reshape(heads, blocks, spec.head_dim, GROUP).swapaxes(2, 3)
 
 
 def live(cache: Cache, index: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -14,6 +14,7 @@ from kvkernels.cache import Cache
 from kvkernels.records.layout import GROUP
 from kvkernels.testing.inputs import SequenceRows, rows
 from kvkernels.testing.model import RowsModel
+from kvkernels.testing.poison import rows_of
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 LIMIT = 1e-5  # relative RMS against float64
@@ -27,7 +28,8 @@ def spec(**changes: Any) -> kvk.LayerSpec:
 
 
 def make(device: Any, *layers: kvk.LayerSpec, **limits: Any) -> Cache:
-    base: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 1024}
+    # float32 activations: what is held against float64 here is the cache and the order of things.
+    base: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 1024, "activations": "f32"}
     return kvk.plan(layers or (spec(),), device, kvk.Limits(**(base | limits))).allocate()
 
 
@@ -73,9 +75,8 @@ def contents(cache: Cache, layer: int, seq: int) -> dict[str, bytes]:
             for group, slot in enumerate(pages.table):
                 if slot >= 0:
                     found[f"{side}{group}"] = records[:, slot].tobytes()
-        exact = getattr(buffers, f"{side}_exact").reshape(
-            planned.n_kv_head, -1, GROUP, planned.head_dim
-        )
+        name = f"{side}_exact"
+        exact = rows_of(name, getattr(buffers, name), planned, buffers.blocks)
         for group, block in pages.blocks.items():
             used = max(0, min(GROUP, state.n - group * GROUP))
             found[f"{side}{group} rows"] = exact[:, block, :used].tobytes()

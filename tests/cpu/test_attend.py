@@ -158,7 +158,8 @@ def test_B3_first_parts_hidden_and_a_later_key_visible(device: Any, entry: str) 
 
 def test_B5_poison_does_not_leak_F14(device: Any) -> None:
     lengths = (1, 32, 96, 127, 128, 129, 191)
-    cache = make(device, spec(), spec(window=70), spec(sink_tokens=128), n_seq=4, n_ctx=512)
+    layers = (spec(), spec(window=70), spec(sink_tokens=128))
+    cache = make(device, *layers, n_seq=4, n_ctx=512, activations="auto")
     for first in range(len(lengths)):
         four = [lengths[(first + i) % len(lengths)] for i in range(4)]
         for n_q in (1, 20):
@@ -189,19 +190,21 @@ def test_B6_window_chunk_F07(device: Any, monkeypatch: pytest.MonkeyPatch) -> No
     cache, model, part = filled(device, layer, 4096 - n_q, n_q, "F07")
     expected = model.attend(*part)
     monkeypatch.delenv("KVK_WINDOW_CHUNK", raising=False)
-    transient, persistent = {}, set()
-    for chunk in (128, 1000, 4096, 10**9, 0, -5, None):
-        limits = dataclasses.replace(cache.plan.limits, window_chunk=chunk)
-        planned = kvk.plan([layer], device, limits)
-        persistent.add(planned.memory.kv_resident_bytes)
-        twin = copy.copy(cache)
-        twin.plan = planned
-        twin._decisions = {}
-        twin.device = CpuDevice(probe_cpu(), n_threads=1)
-        out = look(twin, {0: part})
-        assert error(out, expected) < LIMIT, chunk
-        transient[chunk] = twin.device.transient_bytes
+    persistent = set()
+    for entry in ENTRIES[1:]:
+        transient = {}
+        for chunk in (128, 1000, 4096, 10**9, 0, -5, None):
+            limits = dataclasses.replace(cache.plan.limits, window_chunk=chunk)
+            planned = kvk.plan([layer], device, limits, Policy(entry=entry))
+            persistent.add(planned.memory.kv_resident_bytes)
+            twin = copy.copy(cache)
+            twin.plan = planned
+            twin._decisions = {}
+            twin.device = CpuDevice(probe_cpu(), n_threads=1)
+            assert error(look(twin, {0: part}), expected) < LIMIT, chunk
+            transient[chunk] = twin.device.transient_bytes
     assert len(persistent) == 1
+    # The last entry is the one that has windows.
     assert transient[128] < transient[1000] < transient[4096]
     # Above n_kv it is capped; 0, negative and missing mean the default, which is above n_kv too.
     assert {transient[c] for c in (10**9, 0, -5, None)} == {transient[4096]}
@@ -227,9 +230,13 @@ def test_F07_window_chunk_that_is_not_a_number(
         kvk.Limits(n_ctx=512, window_chunk="64k")  # type: ignore[arg-type]
 
 
-def four(device: Any, n_q: tuple[int, ...]) -> tuple[Cache, dict[int, SequenceRows]]:
+def four(
+    device: Any, n_q: tuple[int, ...], activations: str = "auto"
+) -> tuple[Cache, dict[int, SequenceRows]]:
     past = (2300, 129, 640, 1)
-    cache = make(device, spec(n_head=6), n_seq=4, n_ctx=2600, n_ubatch=2400)
+    cache = make(
+        device, spec(n_head=6), n_seq=4, n_ctx=2600, n_ubatch=2400, activations=activations
+    )
     data = {
         i: layer_rows(cache, n + q, "B7", i) for i, (n, q) in enumerate(zip(past, n_q, strict=True))
     }
@@ -238,9 +245,12 @@ def four(device: Any, n_q: tuple[int, ...]) -> tuple[Cache, dict[int, SequenceRo
     return cache, {i: rows[0].part(past[i]) for i, rows in data.items()}  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("activations", ["auto", "f32"])
 @pytest.mark.parametrize("n_q", [(1, 1, 1, 1), (3, 1, 16, 2), (40, 17, 64, 18), (1, 40, 4, 200)])
-def test_B7_alone_or_in_a_batch_of_four(device: Any, n_q: tuple[int, ...]) -> None:
-    cache, parts = four(device, n_q)
+def test_B7_alone_or_in_a_batch_of_four(
+    device: Any, n_q: tuple[int, ...], activations: str
+) -> None:
+    cache, parts = four(device, n_q, activations)
     together = look(cache, parts)
     at = 0
     for seq, rows in enumerate(n_q):

@@ -41,6 +41,7 @@ from kvkernels.memory import LayerSizes
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 from kvkernels.testing.inputs import cuts
 from kvkernels.testing.model import RowsModel
+from kvkernels.testing.poison import rows_of
 
 THREE = (spec(), spec(window=150, k="kvarn4"), spec(sink_tokens=128, v="kvarn2"))
 
@@ -114,6 +115,18 @@ def test_C2_sinks_stay_exact_for_ever(device: Any) -> None:
     assert after["k0 rows"] == before["k0 rows"]
     assert after["v1 rows"] == before["v1 rows"]
     assert not {"k0", "k1"} & set(after)
+
+
+def test_queries_of_open_groups_are_staged_when_asked(device: Any) -> None:
+    cache = make(device, spec(), keep_queries=True)
+    data = layer_rows(cache, 300, "queries")
+    fill(cache, data, 0, 100, 130, 300)
+    buffers = cache.buffers[0]
+    staged = rows_of("q_exact", buffers.q_exact, spec(), buffers.blocks)
+    for group, block in cache.state[0].pages[0].blocks.items():
+        part = data[0].q[group * GROUP : (group + 1) * GROUP]
+        expected = reference.stage_rows(part.swapaxes(0, 1)).view(np.uint16)
+        assert np.array_equal(staged[:, block, : len(part)], expected)
 
 
 @pytest.mark.parametrize(
@@ -590,6 +603,35 @@ def test_F33_storing_more_takes_no_more_workspace() -> None:
 
 
 # --- bad input: a typed error, and the cache is what it was
+
+
+class Foreign:
+    """An array of another library in host memory: all it has is DLPack."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self.shape = array, array.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()  # type: ignore[no-any-return]
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._array.__dlpack__(**how)
+
+
+def test_arrays_of_other_libraries_and_strides(device: Any) -> None:
+    plain, other = make(device, spec()), make(device, spec())
+    data = layer_rows(plain, 200, "dlpack")[0]
+    out = feed(plain, [data], 0, 0, 200)[0]
+    with other.step({0: 200}) as step:
+        q = np.empty((4, 200, 64), np.float32).swapaxes(0, 1)  # as [n_head, n, D] lies
+        q[...] = data.q
+        wide = np.full((200, 2, 128), np.nan, np.float32)
+        wide[..., :64] = data.v
+        given = np.empty((200, 4, 64), np.float32)
+        found = step.attend(0, q, Foreign(data.k), wide[..., :64], out=given)
+    assert found is given
+    assert found.tobytes() == out.tobytes()
+    assert contents(other, 0, 0) == contents(plain, 0, 0)
 
 
 def bad(change: Callable[[Any], Any], which: int) -> Callable[[Any], Any]:
