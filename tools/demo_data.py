@@ -13,7 +13,7 @@ import numpy as np
 
 TARGET = Path(__file__).resolve().parent.parent / "kvkernels" / "data" / "demo_kv.npz"
 # name in the demo -> (index of the layer inside the capture, tokens)
-TAKEN = {"prose": (2, 1024), "code": (1, 384)}
+TAKEN = {"prose": (2, 960), "code": (1, 512)}
 
 
 def main(prose: str, code: str) -> None:

@@ -60,23 +60,24 @@ def _ending(code: int) -> str:
 
 def _failed(name: str, text: str) -> dict[str, Any]:
     hint = f"Run `python -m kvkernels.cli.child {name} /dev/stdout` to see it happen"
-    return _entries(BackendStatus(name, "broken", text, hint), ())
+    return _entries(BackendStatus(name, "broken", text, hint), None)
 
 
-def _entries(status: BackendStatus, table: Any) -> dict[str, Any]:
+def _entries(status: BackendStatus, backend: Any) -> dict[str, Any]:
     data = status.to_json()
-    used = features_used(table)
+    table = backend.table if backend is not None else ()
     for caps, device in zip(status.devices, data["devices"], strict=True):
         device["entries"] = [line.to_json() for line in entry_lines(table, caps)]
-        device["used"] = sorted(used)
+        # What the table asks for, and what the backend says that its kernels use (optional).
+        uses = getattr(backend, "uses", None)
+        device["used"] = sorted(features_used(table) | set(uses(caps) if uses else ()))
     return data
 
 
 def child(name: str, target: str) -> None:
     """Probe everything registered as ``name`` and write the statuses to ``target``."""
-    loaded = backends(name)
-    table = loaded[name].table if name in loaded else ()
-    data = [_entries(status, table if status.ok else ()) for status in statuses(name)]
+    backend = backends(name).get(name)
+    data = [_entries(status, backend if status.ok else None) for status in statuses(name)]
     Path(target).write_text(json.dumps(data), encoding="utf-8")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvkernels.cli import REFUSED
 from kvkernels.cli.output import emit
 from kvkernels.cli.probe import device_caps, probe_all
 from kvkernels.dispatch import Policy, decide
-from kvkernels.errors import BackendUnavailable, InputError, RequestError, did_you_mean
+from kvkernels.errors import BackendUnavailable, InputError
 from kvkernels.op import AttentionOp, LayerSpec, OpKind, check_keys
 from kvkernels.planner import attend_op
 from kvkernels.registry import BackendStatus, backends, names
@@ -133,13 +132,6 @@ def _layer_op(given: dict[str, Any], device: str, kind: OpKind) -> AttentionOp:
 
 
 def _case_op(case_id: str, device: str) -> AttentionOp:
-    if find_spec("kvkernels.testing.cases") is None:
-        raise RequestError("--case", found=repr(case_id), needed="a build with the case list")
-    from importlib import import_module
+    from kvkernels.testing.cases import by_id
 
-    listed = {case.id: case for case in import_module("kvkernels.testing.cases").CASES}
-    if case_id not in listed:
-        hint = did_you_mean(case_id, listed)
-        raise RequestError("--case", found=repr(case_id), needed="a case id", hint=hint)
-    op: AttentionOp = listed[case_id].op(device)
-    return op
+    return by_id(case_id).op(device)

@@ -27,10 +27,12 @@ def emit(data: Any) -> None:
     click.echo(json.dumps(data, sort_keys=False, allow_nan=False))
 
 
-def table(*columns: str, title: str | None = None, right: str = "") -> Table:
-    """A plain table; columns named in ``right`` (space separated) hold numbers."""
-    numbers = set(right.split())
-    made = Table(title=title, box=None, pad_edge=False, title_justify="left", header_style="bold")
+def table(*columns: str, left: int = 99, right: str = "") -> Table:
+    """A plain table. Set to the right are all columns after the first ``left``, and those named in
+    ``right`` (space separated).
+    """
+    numbers = {*columns[left:], *right.split()}
+    made = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return made

@@ -79,8 +79,8 @@ def probe_all(device: str | None = None) -> list[dict[str, Any]]:
         name = device.partition(":")[0]
         if name not in known:
             text = f"no backend of this name; registered: {', '.join(known)}"
-            status = BackendStatus(name, "unavailable", text, did_you_mean(name, known))
-            raise BackendUnavailable(status)
+            near = did_you_mean(name, known)
+            raise BackendUnavailable(BackendStatus(name, "unavailable", text, near))
         known = (name,)
     found = [status for name in known for status in probe_backend(name, limit)]
     if device is not None:

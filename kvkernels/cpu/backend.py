@@ -28,6 +28,10 @@ class CpuBackend:
         """One device, ``cpu:0``; none when ``KVK_CPU_ISA`` asks for what the CPU does not have."""
         return _probe()
 
+    def uses(self, caps: DeviceCaps) -> tuple[str, ...]:
+        """Features that the kernels use on this device, for ``kvk probe``."""
+        return ISAS.get(str(caps.facts.get("isa")), ())
+
     def open(self, device_id: str) -> CpuDevice:
         """Open ``cpu:0``; threads from ``KVK_NUM_THREADS``, else affinity and cgroup."""
         from kvkernels.cpu.device import CpuDevice

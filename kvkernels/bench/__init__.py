@@ -1,0 +1,1 @@
+"""Microbenchmarks: a reference check before every timing, ratios instead of bare seconds."""

@@ -1,0 +1,151 @@
+"""The shell part of ``./kvk`` and ``./test``, with a Python and an apt-get that only pretend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Answers like CPython 3.11, makes "environments" whose pip writes down what it was asked for.
+PYTHON = """#!/bin/sh
+case "$*" in
+*"import ensurepip"*) [ -e "$STATE/ensurepip" ] || exit 1 ;;
+*version_info\\ \\<*) exit ${TOO_OLD:-0} ;;
+*venv*version_info*) echo python3.11-venv ;;
+--version) echo Python 3.11.2 ;;
+"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && echo venv >>"$STATE/log" ;;
+*"pip --version"*) ;;
+*"pip install"*)
+    echo "install $*" >>"$STATE/log"
+    [ ! -e "$STATE/nonet" ] || { echo "no network"; exit 1; }
+    printf '#!/bin/sh\\necho ran "$@"\\n' >"$VENV/bin/kvk" && chmod +x "$VENV/bin/kvk" ;;
+esac
+"""
+APT = """#!/bin/sh
+echo "apt $*" >>"$STATE/log"
+[ -e "$STATE/noapt" ] || touch "$STATE/ensurepip"
+"""
+
+
+class Machine:
+    """A checkout with only what the scripts need, and a PATH of stand-ins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.state, stubs = folder / "repo", folder / "state", folder / "bin"
+        for path in (self.root / "tools", self.state, stubs):
+            path.mkdir(parents=True)
+        for name in ("kvk", "tools/venv.sh", "pyproject.toml"):
+            (self.root / name).write_bytes((ROOT / name).read_bytes())
+        (self.root / "kvk").chmod(0o755)
+        self.uid = 0
+        names = ("python3.13", "python3.12", "python3.11", "python3")
+        for name, text in (*((n, PYTHON) for n in names), ("apt-get", APT)):
+            self.stub(stubs / name, text)
+        self.stub(stubs / "id", '#!/bin/sh\necho "$KVK_TEST_UID"\n')
+        self.env = {
+            "PATH": f"{stubs}:/usr/bin:/bin",
+            "STATE": str(self.state),
+            "VENV": str(self.root / ".venv"),
+            "HOME": str(folder),
+        }
+
+    @staticmethod
+    def stub(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def have(self, *names: str) -> None:
+        for name in names:
+            (self.state / name).touch()
+
+    def log(self) -> str:
+        path = self.state / "log"
+        return path.read_text() if path.exists() else ""
+
+    def kvk(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.root / "kvk"), *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env | {"KVK_TEST_UID": str(self.uid)},
+            timeout=30,
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_the_first_use_installs_and_the_second_does_not(machine: Machine) -> None:
+    machine.have("ensurepip")
+    first = machine.kvk("probe", "--json")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == "ran probe --json\n"
+    assert "making .venv with Python 3.11.2" in first.stderr
+    second = machine.kvk("demo")
+    assert (second.stdout, second.stderr) == ("ran demo\n", "")
+    assert machine.log().count("install -m") == 1
+
+
+def test_a_changed_pyproject_installs_again(machine: Machine) -> None:
+    machine.have("ensurepip")
+    machine.kvk()
+    with (machine.root / "pyproject.toml").open("a") as file:
+        file.write("\n# changed\n")
+    machine.kvk()
+    assert machine.log().count("install -m") == 2
+    assert machine.log().count("venv\n") == 1
+
+
+def test_root_gets_the_missing_package_from_apt(machine: Machine) -> None:
+    done = machine.kvk("probe")
+    assert done.returncode == 0, done.stderr
+    assert "apt install -y -qq python3.11-venv" in machine.log()
+
+
+def test_others_get_the_exact_line(machine: Machine) -> None:
+    machine.uid = 1000
+    done = machine.kvk("probe")
+    assert done.returncode == 1
+    assert "Run: apt-get install python3.11-venv" in done.stderr
+    assert "apt" not in machine.log()
+
+
+def test_apt_that_cannot_help_ends_with_the_line(machine: Machine) -> None:
+    machine.have("noapt")
+    machine.stub(Path(machine.env["PATH"].split(":")[0]) / "apt-get", "#!/bin/sh\nexit 100\n")
+    machine.stub(
+        Path(machine.env["PATH"].split(":")[0]) / "python3.13",
+        PYTHON.replace('"-m venv "*)', '"-m venv "*) exit 1 ;; never)'),
+    )
+    done = machine.kvk("probe")
+    assert done.returncode == 1
+    assert "Run: apt-get install python3.11-venv" in done.stderr
+
+
+def test_a_failed_installation_shows_what_pip_said_and_is_tried_again(machine: Machine) -> None:
+    machine.have("ensurepip", "nonet")
+    done = machine.kvk("probe")
+    assert done.returncode == 1
+    assert "no network" in done.stderr
+    (machine.state / "nonet").unlink()
+    assert machine.kvk("probe").stdout == "ran probe\n"
+
+
+def test_an_old_python_is_refused(machine: Machine) -> None:
+    machine.env["TOO_OLD"] = "1"
+    done = machine.kvk("probe")
+    assert done.returncode == 1
+    assert "no Python 3.11 or newer found" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["kvk", "test", ".ci/run"])
+def test_the_scripts_can_be_run(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK)
+    assert subprocess.run(["sh", "-n", str(ROOT / name)], check=False).returncode == 0
