@@ -26,9 +26,11 @@ from kvkernels.cpu.kernels.tiles import (
     N_KV_HEAD,
     N_PAST,
     N_Q,
+    NONE,
     Q_START,
     SLICE,
     SLOTS,
+    SOME,
     TABLE_AT,
     TWIN_GROUP,
     V_BYTES,
@@ -91,6 +93,8 @@ def run_items(
     tmp = np.empty(max_rows * wide, np.float32)
     scores = np.empty(max_rows * GROUP, np.float32)
     zs = np.empty(max_rows, np.float32)
+    tops = np.empty(max_rows, np.float32)
+    axes = np.empty(3 * GROUP, np.float32)
     alpha = np.empty(max_rows, np.float32)
     own_m = np.empty(max_rows, np.float32)
     own_sum = np.empty(max_rows, np.float32)
@@ -153,22 +157,24 @@ def run_items(
                 if phase == BODY:
                     body_scores(
                         q, shape, dots_k, middles[0], k_codes, k_axes, at * shape[K_BYTES],
-                        ahead * shape[K_BYTES], rows, w, act, scales, tmp, zs, scores,
+                        ahead * shape[K_BYTES], rows, axes, w, act, scales, tmp, zs, scores, tops,
                     )  # fmt: skip
                 elif phase == EXACT:
                     exact_scores(q, mats, k_exact, at, int64(GROUP), dim, n, rows, scores)
                 else:
                     k_at = h * dim * k_new_stride + at
                     exact_scores(q, mats[3:], k_new, k_at, k_new_stride, dim, n, rows, scores)
-                if not softmax_tile(
+                seen = softmax_tile(
                     shape, seqs, s, h, first, queries, base, n, twin, phase == BODY, cap, slopes,
-                    mask, scores, m, lsum, alpha,
-                ):  # fmt: skip
+                    mask, scores, tops, m, lsum, alpha,
+                )  # fmt: skip
+                if seen == NONE:
                     continue
                 if phase == BODY:
                     body_values(
                         scores, shape, dots_v, middles[1], v_codes, v_axes, at * shape[V_BYTES],
-                        ahead * shape[V_BYTES], rows, w, act, scales, tmp, zs, alpha, o,
+                        ahead * shape[V_BYTES], rows, seen == SOME, axes, w, act, scales, tmp, zs,
+                        alpha, o,
                     )  # fmt: skip
                 elif phase == EXACT:
                     exact_values(
