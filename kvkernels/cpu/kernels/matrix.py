@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 from kvkernels.cpu.ahead import runtime as ahead
 from kvkernels.cpu.ahead.signatures import matrix_name
+from kvkernels.cpu.kernels.address import call_address
 from kvkernels.cpu.kernels.jit import callback
 from kvkernels.cpu.kernels.simd import F32, F32V, LANES, fma_value, load_value, splat_value
 
@@ -108,16 +109,7 @@ def call_matrix(
     """
 
     def codegen(context, builder, sig, args):
-        def pointer(position, kind):
-            array = context.make_array(sig.args[position])(context, builder, args[position])
-            at = builder.gep(array.data, [args[position + 1]])
-            return builder.bitcast(at, kind.as_pointer())
-
-        kinds = [_I8, F32, F32]
-        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 5)
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        values = [pointer(1 + 2 * i, k) for i, k in enumerate(kinds)]
-        builder.call(function, [*values, *args[7:]])
+        call_address(context, builder, sig, args, (_I8, F32, F32))
         return context.get_dummy_value()
 
     i64 = types.int64
