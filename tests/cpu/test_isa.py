@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import llvmlite.binding as llvm
 import pytest
 from llvmlite import ir
@@ -73,3 +77,18 @@ def test_code_for_other_cpus_is_the_instruction_meant(isa, triple, cpu, features
     target = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     assembly = target.emit_assembly(llvm.parse_assembly(str(module)))
     assert instruction in assembly
+
+
+HERE = [isa for isa in ISAS if not missing(isa, probe_cpu().features)]
+
+
+@pytest.mark.parametrize("isa", HERE)
+def test_parity_holds_with_every_instruction_set_of_this_cpu(isa):
+    command = [sys.executable, "-m", "kvkernels", "parity", "--quick", "--json"]
+    env = {**os.environ, "KVK_CPU_ISA": isa}
+    for pattern in ("window*", "softcap*", "decode/k*d256*"):
+        done = subprocess.run(
+            [*command, "--filter", pattern], env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert '"outcome": "ok"' in done.stdout
