@@ -39,6 +39,7 @@ from kvkernels.cpu.kernels.simd import (
     const_vector,
     fma_value,
     load_value,
+    prefetch_value,
     splat_value,
 )
 
@@ -93,14 +94,6 @@ def _pieces(builder, codes, bits, emitter):
     low = builder.and_(codes, _bytes(15))
     high = builder.and_(_shifted(builder, codes, -4), _bytes(15))
     return [(low, 4, 0), (high, 4, 4)]
-
-
-def _prefetch(builder, pointer):
-    """Ask for a line that will be read soon; harmless wherever it points."""
-    pointer = builder.bitcast(pointer, _I8.as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(function, [pointer, I32(0), I32(3), I32(1)])
 
 
 class _Float:
@@ -233,7 +226,7 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode
                 for base, block in zip(bases, sums, strict=True):
                     for s in range(width):
                         line = builder.add(builder.add(at, ahead), _I64(_LINE_BYTES * s))
-                        _prefetch(builder, builder.gep(base, [line]))
+                        prefetch_value(builder, builder.gep(base, [line]))
                     words = [
                         load_value(
                             builder,

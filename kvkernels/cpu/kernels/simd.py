@@ -64,6 +64,14 @@ def call_llvm(builder, name, result, args):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def prefetch_value(builder, pointer):
+    """Ask for a line that will be read soon; harmless wherever it points."""
+    pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(function, [pointer, I32(0), I32(3), I32(1)])
+
+
 def fma_value(builder, a, b, c):
     """a * b + c with one rounding."""
     return call_llvm(builder, "llvm.fma.v16f32", F32V, [a, b, c])
@@ -149,6 +157,17 @@ def store(_, array, index, value):
 
 # --- lanes
 # ------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def prefetch(_, array, index):
+    """Ask for the cache line of ``array[index]``."""
+
+    def codegen(context, builder, sig, args):
+        prefetch_value(builder, _element(context, builder, sig.args[0], args[0], args[1]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)

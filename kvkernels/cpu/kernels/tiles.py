@@ -16,6 +16,7 @@ from kvkernels.cpu.kernels.simd import (
     hmax,
     load,
     load_half,
+    prefetch,
     splat,
     store,
     vmax,
@@ -124,8 +125,10 @@ def fold_row(mode, x, at, axes, n, gated, middle, r, w, act, scales):
 
 
 @inner
-def widen(halves, at, n, axes):
-    """A record's axes as float32, once for all rows."""
+def widen(halves, at, n, axes, ahead):
+    """A record's axes as float32, once for all rows; ``ahead`` (in fp16) lie the next record's."""
+    for i in range(0, n, 32):
+        prefetch(halves, at + ahead + i)
     for i in range(0, n, 16):
         store(axes, i, load_half(halves, at + i))
 
@@ -143,7 +146,7 @@ def body_scores(
     for piece in range(dim // width):
         record = at + piece * shape[K_BYTES]
         n_axes = 2 * width + GROUP
-        widen(halves, (record + shape[K_BYTES]) // 2 - n_axes, n_axes, axes)
+        widen(halves, (record + shape[K_BYTES]) // 2 - n_axes, n_axes, axes, ahead // 2)
         for r in range(rows):
             zs[r] = fold_row(
                 shape[K_MODE], q, r * dim + piece * width, axes, width, False, middle, r, w, act,
@@ -176,7 +179,7 @@ def body_values(
     for piece in range(dim // width):
         record = at + piece * shape[V_BYTES]
         n_axes = 2 * GROUP + width
-        widen(halves, (record + shape[V_BYTES]) // 2 - n_axes, n_axes, axes)
+        widen(halves, (record + shape[V_BYTES]) // 2 - n_axes, n_axes, axes, ahead // 2)
         for r in range(rows):
             zs[r] = fold_row(
                 shape[V_MODE], p, r * GROUP, axes, int64(GROUP), gated, middle, r, w, act, scales
