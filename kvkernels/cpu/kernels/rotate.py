@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from kvkernels.cpu.kernels.half import float_to_half
-from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
+from kvkernels.cpu.kernels.jit import exact_kernel, exact_leaf
 
 _ROOT_64, _ROOT_128 = np.float32(0.125), np.float32(1 / math.sqrt(128))
 _ROOT_2, _HALF = np.float32(1 / math.sqrt(2)), np.float32(0.5)
@@ -44,7 +44,7 @@ def largest_bits(x):
     return top
 
 
-@exact_inner
+@exact_leaf
 def rotate_row(x, y, d):
     """One row: fp32 ``x [d]`` -> ``y [d]`` (may not alias)."""
     width = min(d, 128)
