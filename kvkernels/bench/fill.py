@@ -6,7 +6,7 @@ slot, so a decode reads as many bytes from as many places as over a text without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.backend import Device
-from kvkernels.bench.workload import F32, F64, Rows, attend64, random_rows
+from kvkernels.bench.workload import F32, F64, Rows, random_rows
 from kvkernels.cache import Cache
 from kvkernels.calls import CommitCall, GroupWrite
 from kvkernels.cpu import reference
@@ -85,11 +85,7 @@ class Filled:
 
     def past_call(self, n_q: int) -> Callable[[], F32]:
         """Attention of ``n_q`` rows over the past alone, all of it visible to every row."""
-        device, recorder = self.cache.device, _Recorder(self.cache.device)
-        self.cache.device = recorder
-        self.once(n_q)()
-        self.cache.device = device
-        entry, op, call = recorder.last
+        device, entry, op, call = self._launch(n_q)
         call = replace(call, k=None, v=None, out=np.empty_like(call.out))
 
         def again() -> F32:
@@ -99,60 +95,79 @@ class Filled:
 
         return again
 
+    def launch_call(self) -> Callable[[], F32]:
+        """The kernel launch of ``once`` alone, without step, checks and operation."""
+        device, entry, op, call = self._launch(1)
+
+        def again() -> F32:
+            device.run(entry, op, call)
+            out: F32 = call.out
+            return out
+
+        return again
+
+    def _launch(self, n_q: int) -> tuple[Device, str, Any, Any]:
+        device, recorder = self.cache.device, _Recorder(self.cache.device)
+        self.cache.device = recorder
+        self.once(n_q)()
+        self.cache.device = device
+        return device, *recorder.last
+
     def expected(self, n_q: int = 1) -> F64:
         """The float64 reference over the same records and exact rows, [n_q, n_head, D]."""
-        keys, values = self.seen()
-        out = []
-        for i in range(n_q):
-            new = [_taken(getattr(self.rows, x), self.past, i + 1).astype(float) for x in "kv"]
-            q = _taken(self.rows.q, self.past + i, 1)[0]
-            both = [np.concatenate(pair) for pair in ((keys, new[0]), (values, new[1]))]
-            out.append(attend64(self.cache.plan.layers[0].spec, q, *both))
-        return np.stack(out)
+        queries = _taken(self.rows.q, self.past, n_q)
+        return attend_heads(self._spec, queries, self._heads(n_q), range(1 - n_q, 1))
 
     def expected_past(self, n_q: int, some: slice) -> F64:
         """The same for ``past_call``, for some of its rows."""
-        keys, values = self.seen()
-        q, spec = _taken(self.rows.q, self.past, n_q)[some], self.cache.plan.layers[0].spec
-        return np.stack([attend64(spec, row, keys, values) for row in q])
+        queries = _taken(self.rows.q, self.past, n_q)[some]
+        return attend_heads(self._spec, queries, self._heads(0), [0] * len(queries))
 
-    def seen(self) -> tuple[F64, F64]:
-        """What the next row sees: every record decoded by the reference, else the exact row."""
-        cache, spec = self.cache, self.cache.plan.layers[0].spec
-        pages = cache.state[0].pages[cache.class_of[0]]
-        found = []
-        for side, bits, exact in (
-            (Side.K, spec.k_bits, self.rows.k),
-            (Side.V, spec.v_bits, self.rows.v),
-        ):
-            assert bits is not None
-            buffers = cache.buffers[0]
-            pool = np.asarray(buffers.k_records if side is Side.K else buffers.v_records)
-            nbytes = HeadLayout(side, bits, spec.head_dim).nbytes
-            records = pool.reshape(spec.n_kv_head, -1, nbytes)
-            known: dict[int, F64] = {}
-            stage = reference.stage_rows(exact).astype(np.float64)
-            plain = reference.rotate(stage, np.float64)
-            out = _taken(plain, 0, self.past)
-            for group, slot in enumerate(pages.table):
-                stop = (group + 1) * GROUP
-                if group in pages.blocks:  # the newest 128 rows are seen exactly
-                    stop = min(stop, self.past - GROUP + 1)
-                if slot < 0 or stop <= group * GROUP:  # sinks have no record
-                    continue
-                content = group % _BATCH
-                if content not in known:
-                    tiles = [reference.decode(r, side, bits, spec.head_dim) for r in records[:, slot]]
-                    known[content] = reference.rotate(np.stack(tiles, 1), np.float64)
-                out[group * GROUP : stop] = known[content][: stop - group * GROUP]
-            found.append(out)
-        return found[0], found[1]
+    @property
+    def _spec(self) -> LayerSpec:
+        return self.cache.plan.layers[0].spec
+
+    def _heads(self, new: int) -> Iterator[tuple[F64, F64]]:
+        """What rows see of every KV head, past and ``new`` rows: keys and values [n, D]."""
+        buffers = self.cache.buffers[0]
+        sides = [
+            (Side.K, self._spec.k_bits, self.rows.k, buffers.k_records),
+            (Side.V, self._spec.v_bits, self.rows.v, buffers.v_records),
+        ]
+        for h in range(self._spec.n_kv_head):
+            keys, values = (self._head(*side, h, new) for side in sides)
+            yield keys, values
+
+    def _head(self, side: Side, bits: int | None, exact: F32, pool: Any, h: int, new: int) -> F64:
+        """Every record decoded by the reference, else the row as the stage rounds it."""
+        assert bits is not None
+        dim, pages = self._spec.head_dim, self.cache.state[0].pages[self.cache.class_of[0]]
+        nbytes = HeadLayout(side, bits, dim).nbytes
+        records = np.asarray(pool).reshape(self._spec.n_kv_head, -1, nbytes)[h]
+        staged = reference.stage_rows(exact[:, h : h + 1]).astype(np.float64)
+        out = np.empty((self.past + new, dim))
+        _repeat(reference.rotate(staged, np.float64)[:, 0], out)
+        known: dict[int, F64] = {}
+        for group, slot in enumerate(pages.table):
+            stop = (group + 1) * GROUP
+            if group in pages.blocks:  # the newest 128 rows are seen exactly
+                stop = min(stop, self.past - GROUP + 1)
+            if slot < 0 or stop <= group * GROUP:  # sinks have no record
+                continue
+            content = group % _BATCH
+            if content not in known:
+                tile = reference.decode(records[slot], side, bits, dim)
+                known[content] = reference.rotate(tile, np.float64)
+            out[group * GROUP : stop] = known[content][: stop - group * GROUP]
+        if new:
+            out[self.past :] = _taken(exact[:, h], self.past, new)
+        return out
 
 
 class _Recorder:
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.last: tuple[Any, ...] = ()
+        self.last: tuple[Any, Any, Any] = (None, None, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -168,9 +183,35 @@ def _taken(rows: NDArray[Any], start: int, n: int) -> NDArray[Any]:
     return found
 
 
+def _repeat(source: NDArray[Any], out: NDArray[Any]) -> None:
+    for start in range(0, len(out), PERIOD):
+        part = out[start : start + PERIOD]
+        part[:] = source[: len(part)]
+
+
+def attend_heads(
+    spec: LayerSpec, q: F32, heads: Iterable[tuple[F64, F64]], hidden: Sequence[int]
+) -> F64:
+    """float64 attention of q [rows, n_head, D] over keys and values [n, D] of one KV head after the
+    other; row i does not see the last ``-hidden[i]`` of them.
+    """
+    grouped = q.astype(np.float64).reshape(len(q), spec.n_kv_head, spec.gqa, spec.head_dim)
+    out = np.empty_like(grouped)
+    for h, (k, v) in enumerate(heads):
+        for i, less in enumerate(hidden):
+            n = len(k) + less
+            scores = grouped[i, h] @ k[:n].T * spec.scale
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            out[i, h] = (p / p.sum(-1, keepdims=True)) @ v[:n]
+    return out.reshape(q.shape)
+
+
 def tokens(rows: NDArray[np.float32], n: int) -> F32:
     """The first ``n`` rows, head by head and contiguous: [n_kv_head, n, D]."""
-    return np.ascontiguousarray(_taken(rows, 0, n).transpose(1, 0, 2))
+    out = np.empty((rows.shape[1], n, rows.shape[2]), np.float32)
+    for h in range(len(out)):
+        _repeat(rows[:, h], out[h])
+    return out
 
 
 def period(spec: LayerSpec, seed: int = 7) -> Rows:

@@ -38,6 +38,9 @@ class Result:
     ratio: float | None = None
     ratio_of_minima: float | None = None
     baseline: str | None = None
+    baseline_iqr_s: float | None = None
+    baseline_min_s: float | None = None
+    baseline_error: float | None = None
     error: float | None = None
     value: float | None = None
     unit: str = ""

@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ _VNNI = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
 BUILDS = {"c-avx2": _AVX2, "c-avx512-vnni": _VNNI}
 
 Bytes = NDArray[np.uint8]
+F64 = NDArray[np.float64]
 
 
 def _cpu_flags() -> set[str]:
@@ -89,22 +90,22 @@ class Records:
         """Bytes of both sides."""
         return self.k.nbytes + self.v.nbytes
 
-    def decoded(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Un-rotated float64 keys and values [n, n_kv_head, D]; equal records are decoded once."""
-        found = []
-        for side, pool in ((Side.K, self.k), (Side.V, self.v)):
-            heads, groups = pool.shape[:2]
-            out = np.empty((groups, GROUP, heads, _DIM))
-            known: dict[bytes, NDArray[np.float64]] = {}
-            for h in range(heads):
-                for g in range(groups):
-                    key = pool[h, g].tobytes()
-                    if key not in known:
-                        tile = reference.decode(pool[h, g], side, _BITS, _DIM)
-                        known[key] = reference.rotate(tile, np.float64)
-                    out[g, :, h] = known[key]
-            found.append(out.reshape(groups * GROUP, heads, _DIM))
-        return found[0], found[1]
+    def heads(self) -> Iterator[tuple[F64, F64]]:
+        """Un-rotated float64 keys and values [n, D] of every head; equal records decoded once."""
+        for k, v in zip(self.k, self.v, strict=True):
+            yield _decoded(k, Side.K), _decoded(v, Side.V)
+
+
+def _decoded(records: Bytes, side: Side) -> F64:
+    known: dict[bytes, F64] = {}
+    out = np.empty((len(records), GROUP, _DIM))
+    for record, target in zip(records, out, strict=True):
+        key = record.tobytes()
+        if key not in known:
+            tile = reference.decode(record, side, _BITS, _DIM)
+            known[key] = reference.rotate(tile, np.float64)
+        target[:] = known[key]
+    return out.reshape(-1, _DIM)
 
 
 def whole_groups(cache: Any, n_kv: int) -> Records:
