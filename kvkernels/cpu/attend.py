@@ -9,7 +9,6 @@ import numpy as np
 from kvkernels.calls import AttendCall
 from kvkernels.cpu import masks
 from kvkernels.cpu.kernels import attend as kernels
-from kvkernels.cpu.kernels.codec import rotate_rows
 from kvkernels.cpu.kernels.merge import merge
 from kvkernels.cpu.launch import constants, work_of
 from kvkernels.cpu.pool import ThreadPool
@@ -25,52 +24,33 @@ def attend_records(
     """Fill ``call.out`` and ``call.lse`` for the rows of the batch; ``blocks``:
     by blocks of queries (prefill).
     """
-    layer, buffers, views = call.layer, call.buffers, call.batch.views
+    layer, buffers = call.layer, call.buffers
     current = call.k is not None
     work = work_of(call.batch, layer, current=current, blocks=blocks)
     fixed = constants(layer, buffers.slots, buffers.blocks, call.activations, isa)
     seqs, mask = work.seqs, _NOTHING
     if any(m is not None for m in call.masks):
-        seqs, mask = masks.flatten(work.seqs, views, call.masks, layer.n_head, current)
-    n_rows, dim = call.batch.n_rows, layer.head_dim
-    flat = (n_rows * layer.n_head, dim)
-    rotated_q = scratch.get("q_rotated", flat, np.float32)
-    rotate_rows(call.q.reshape(flat), rotated_q)
+        seqs, mask = masks.flatten(work.seqs, call.batch.views, call.masks, layer.n_head, current)
     k_new, stride = _transposed(call.k, scratch)
-    parts = len(work.items)
+    # Only a decode leaves partial results to be merged; a prefill item finishes its own rows.
+    parts = 1 if blocks else len(work.items)
     pm = scratch.get("part_max", (parts, work.rows), np.float32)
     pl = scratch.get("part_sum", (parts, work.rows), np.float32)
-    po = scratch.get("part_out", (parts, work.rows * dim), np.float32)
+    po = scratch.get("part_out", (1 if blocks else parts, work.rows * layer.head_dim), np.float32)
+    has_sinks = call.sink_logits is not None
+    sinks = call.sink_logits if has_sinks else _NOTHING
+    out, lse = call.out.reshape(-1), call.lse.reshape(-1)
     arguments = (
         work.items, seqs, work.tiles, work.table, fixed.shape, fixed.dots_k, fixed.dots_v,
-        fixed.middles, fixed.mats, rotated_q.reshape(-1), call.q.reshape(-1),
-        np.float32(layer.scale), np.float32(layer.softcap),
-        masks.slopes(layer.n_head, layer.alibi), mask,
-        buffers.k_records, buffers.k_records.view(np.uint16),
-        buffers.v_records, buffers.v_records.view(np.uint16),
-        buffers.k_exact, buffers.v_exact, k_new, stride,
-        call.v.reshape(-1) if call.v is not None else _NOTHING, pm, pl, po,
+        fixed.middles, fixed.mats, call.q.reshape(-1), fixed.scale, fixed.softcap, fixed.slopes,
+        mask, buffers.k_records, buffers.k_records.view(np.uint16), buffers.v_records,
+        buffers.v_records.view(np.uint16), buffers.k_exact, buffers.v_exact, k_new, stride,
+        call.v.reshape(-1) if call.v is not None else _NOTHING, pm, pl, po, sinks, has_sinks, out,
+        lse,
     )  # fmt: skip
-    pool.ranges(lambda a, b: kernels.run_items(a, b, *arguments), parts)
-    # Current rows were summed un-rotated; the rest has to be rotated back before the two meet.
-    rotated = scratch.get("out_rotated", flat, np.float32)
-    plain = scratch.get("out_plain", flat, np.float32)
-    has_sinks = call.sink_logits is not None
-    merge(
-        seqs, work.joins, fixed.shape, call.sink_logits if has_sinks else _NOTHING, has_sinks,
-        pm, pl, po, rotated.reshape(-1), plain.reshape(-1), call.lse.reshape(-1),
-    )  # fmt: skip
-    back = plain
+    pool.ranges(lambda a, b: kernels.run_items(a, b, *arguments), len(work.items), least=work.least)
     if not blocks:
-        rotate_rows(rotated, rotated_q)
-        back = rotated_q
-    for v in views:
-        rows = slice(v.q_start * layer.n_head, (v.q_start + v.n_q) * layer.n_head)
-        target = call.out.reshape(flat)[rows]
-        if blocks:
-            target[:] = back[rows]
-        else:
-            np.add(back[rows], plain[rows], out=target)
+        merge(seqs, work.joins, fixed.shape, sinks, has_sinks, pm, pl, po, out, lse)
 
 
 def _transposed(k: Any | None, scratch: Scratch) -> tuple[Any, int]:

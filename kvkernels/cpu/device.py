@@ -14,7 +14,7 @@ from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCal
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.cpu.attend import attend_records
 from kvkernels.cpu.commit import commit, materialize
-from kvkernels.cpu.kernels.codec import first_nonfinite, rotate_rows_to_half
+from kvkernels.cpu.kernels.codec import first_nonfinite, largest_bits, rotate_rows_to_half
 from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.scratch import Scratch, aligned
 from kvkernels.cpu.table import TABLE
@@ -25,6 +25,7 @@ from kvkernels.op import AttentionOp, LayerSpec
 
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
+_INFINITY_BITS = 0x7F800000
 
 _devices: WeakSet[CpuDevice] = WeakSet()
 
@@ -97,12 +98,13 @@ class CpuDevice:
 
         With ``stored``, also of the first one whose rotated row leaves the fp16 range of the stage.
         """
-        at = int(first_nonfinite(rows.reshape(-1)))
-        if at >= 0:
+        flat, dim = rows.reshape(-1), rows.shape[-1]
+        top = np.uint32(largest_bits(flat))
+        if top >= _INFINITY_BITS:
+            at = int(first_nonfinite(flat))
             return tuple(int(i) for i in np.unravel_index(at, rows.shape))
-        dim = rows.shape[-1]
         # |rotated| <= sqrt(D) * max|x|: below that nothing can overflow, and that is nearly always.
-        if not stored or not rows.size or np.abs(rows).max() * dim**0.5 < _HALF_MAX:
+        if not stored or float(top.view(np.float32)) * dim**0.5 < _HALF_MAX:
             return None
         half = np.empty((rows.size // dim, dim), np.uint16)
         rotate_rows_to_half(rows.reshape(-1, dim), half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.calls import Batch, SeqView
+from kvkernels.cpu import masks
 from kvkernels.cpu.kernels import attend as kernels
 from kvkernels.cpu.kernels.dot import ROW_BLOCKS, dot_address
 from kvkernels.cpu.kernels.matrix import matrix_address
@@ -25,6 +27,9 @@ CHUNK = 16
 #: of them
 ROW_BLOCK = 32
 
+#: (row, tile) products below which a second thread does not pay
+_TILES_PER_THREAD = 128
+
 Ints = NDArray[np.int64]
 _MODES = {"f32": F32, "i8": I8, "i16": I16}
 
@@ -39,6 +44,7 @@ class Work:
     joins: Ints
     table: NDArray[np.int32]
     rows: int
+    least: int
 
 
 def work_of(batch: Batch, layer: LayerSpec, *, current: bool, blocks: bool) -> Work:
@@ -84,7 +90,14 @@ class _Builder:
             np.array(self.joins, np.int64),
             np.concatenate(tables) if table_at else np.zeros(1, np.int32),
             rows,
+            self._least(batch.views),
         )
+
+    def _least(self, views: Sequence[SeqView]) -> int:
+        """Items worth a thread of their own: waking one costs as much as some dozens of tiles."""
+        tiles = sum((v.body[1] - v.body[0] + len(v.tiles)) * v.n_q for v in views) * self.gqa
+        tiles *= self.n_kv_head
+        return max(1, len(self.items) * _TILES_PER_THREAD // max(tiles, 1))
 
     def _item(self, s: int, h: int, kind: int, a: int, b: int, q: int, queries: int) -> None:
         self.items.append((s, h, kind, a, b, len(self.items), q, queries))
@@ -120,6 +133,9 @@ class Constants:
     dots_v: Ints
     middles: NDArray[np.float32]
     mats: Ints
+    scale: np.float32
+    softcap: np.float32
+    slopes: NDArray[np.float32]
 
 
 @lru_cache(maxsize=256)
@@ -148,6 +164,9 @@ def constants(layer: LayerSpec, slots: int, blocks: int, activations: str, isa: 
         np.array(addresses[1], np.int64),
         np.array(middle, np.float32),
         np.array(mats, np.int64),
+        np.float32(layer.scale),
+        np.float32(layer.softcap),
+        masks.slopes(layer.n_head, layer.alibi),
     )
 
 

@@ -12,6 +12,7 @@ them in a fixed order, so the bits do not depend on the thread count.
 import numpy as np
 from numba import float32, int64
 
+from kvkernels.cpu.kernels.finish import finish_row
 from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.rotate import rotate_row
 from kvkernels.cpu.kernels.simd import load, splat, store
@@ -25,9 +26,11 @@ from kvkernels.cpu.kernels.tiles import (
     N_KV_HEAD,
     N_PAST,
     N_Q,
+    NONE,
     Q_START,
     SLICE,
     SLOTS,
+    SOME,
     TABLE_AT,
     TWIN_GROUP,
     V_BYTES,
@@ -56,17 +59,27 @@ def take_queries(source, at, n_head, gqa, queries, dim, scale, q):
             store(q, i * gqa * dim + d, x * splat(scale))
 
 
+@inner
+def rotate_all(x, rows, dim, tmp):
+    """Rotate x [rows, D] in place; ``tmp`` is room for as much."""
+    for d in range(0, rows * dim, 16):
+        store(tmp, d, load(x, d))
+    for r in range(rows):
+        rotate_row(tmp[r * dim : (r + 1) * dim], x[r * dim : (r + 1) * dim], dim)
+
+
 @kernel
 def run_items(
-    start, stop, items, seqs, tiles, table, shape, dots_k, dots_v, middles, mats, q_rotated,
-    q_plain, scale, cap, slopes, mask, k_codes, k_axes, v_codes, v_axes, k_exact, v_exact, k_new,
-    k_new_stride, v_new, pm, pl, po,
+    start, stop, items, seqs, tiles, table, shape, dots_k, dots_v, middles, mats, queries_in,
+    scale, cap, slopes, mask, k_codes, k_axes, v_codes, v_axes, k_exact, v_exact, k_new,
+    k_new_stride, v_new, pm, pl, po, sink_logits,
+    has_sinks, out, lse,
 ):  # fmt: skip
     """Compute items ``start .. stop``.
 
-    q_*: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 record pools [n_kv_head, slots,
-    bytes] flat, with their uint16 views k_axes / v_axes; k_exact: uint16 [n_kv_head, blocks, D,
-    128] flat, v_exact the same as [.., 128, D], both rotated; k_new: float32 [n_kv_head, D,
+    queries_in: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 record pools [n_kv_head,
+    slots, bytes] flat, with their uint16 views k_axes / v_axes; k_exact: uint16 [n_kv_head, blocks,
+    D, 128] flat, v_exact the same as [.., 128, D], both rotated; k_new: float32 [n_kv_head, D,
     k_new_stride] flat, v_new: [T, n_kv_head, D] flat, both un-rotated; mats: addresses of the fp16
     and float32 matrix kernels; pm, pl: float32 [parts, rows]; po: [parts, rows * D].
     """
@@ -80,12 +93,20 @@ def run_items(
     tmp = np.empty(max_rows * wide, np.float32)
     scores = np.empty(max_rows * GROUP, np.float32)
     zs = np.empty(max_rows, np.float32)
+    tops = np.empty(max_rows, np.float32)
+    axes = np.empty(3 * GROUP, np.float32)
     alpha = np.empty(max_rows, np.float32)
+    own_m = np.empty(max_rows, np.float32)
+    own_sum = np.empty(max_rows, np.float32)
+    own_o = np.empty(max_rows * dim, np.float32)
     for it in range(start, stop):
         s, h, kind, part = items[it, SEQ], items[it, HEAD], items[it, KIND], items[it, PART]
         first, queries = items[it, Q_FIRST], items[it, QUERIES]
         rows, position = queries * gqa, seqs[s, N_PAST] + first
-        m, lsum, o = pm[part], pl[part], po[part]
+        # A prefill block is finished here; a decode item leaves its part to the merge.
+        m, lsum, o = own_m, own_sum, own_o
+        if kind != ALL:
+            m, lsum, o = pm[part], pl[part], po[part]
         # Loops and not slice assignments: Numba compiles a shape-error message for each of those.
         for r in range(rows):
             m[r], lsum[r] = MINUS_INF, float32(0.0)
@@ -103,13 +124,11 @@ def run_items(
                 end = (seqs[s, N_Q] + GROUP - 1) // GROUP
             if phase == CURRENT and kind == ALL:
                 # What comes now is un-rotated; the sums so far are rotated back (they are linear).
-                for d in range(0, rows * dim, 16):
-                    store(tmp, d, load(o, d))
-                for r in range(rows):
-                    rotate_row(tmp[r * dim : (r + 1) * dim], o[r * dim : (r + 1) * dim], dim)
+                rotate_all(o, rows, dim, tmp)
             if phase in (CURRENT, BODY) or kind == EXACT:
-                source = q_plain if phase == CURRENT else q_rotated
-                take_queries(source, q_at, n_head, gqa, queries, dim, scale, q)
+                take_queries(queries_in, q_at, n_head, gqa, queries, dim, scale, q)
+                if phase != CURRENT:
+                    rotate_all(q, rows, dim, tmp)
             for index in range(begin, end):
                 # One softmax for every source: which keys these are, scores, softmax, values.
                 base, n, twin = index * GROUP, int64(GROUP), False
@@ -138,22 +157,24 @@ def run_items(
                 if phase == BODY:
                     body_scores(
                         q, shape, dots_k, middles[0], k_codes, k_axes, at * shape[K_BYTES],
-                        ahead * shape[K_BYTES], rows, w, act, scales, tmp, zs, scores,
+                        ahead * shape[K_BYTES], rows, axes, w, act, scales, tmp, zs, scores, tops,
                     )  # fmt: skip
                 elif phase == EXACT:
                     exact_scores(q, mats, k_exact, at, int64(GROUP), dim, n, rows, scores)
                 else:
                     k_at = h * dim * k_new_stride + at
                     exact_scores(q, mats[3:], k_new, k_at, k_new_stride, dim, n, rows, scores)
-                if not softmax_tile(
+                seen = softmax_tile(
                     shape, seqs, s, h, first, queries, base, n, twin, phase == BODY, cap, slopes,
-                    mask, scores, m, lsum, alpha,
-                ):  # fmt: skip
+                    mask, scores, tops, m, lsum, alpha,
+                )  # fmt: skip
+                if seen == NONE:
                     continue
                 if phase == BODY:
                     body_values(
                         scores, shape, dots_v, middles[1], v_codes, v_axes, at * shape[V_BYTES],
-                        ahead * shape[V_BYTES], rows, w, act, scales, tmp, zs, alpha, o,
+                        ahead * shape[V_BYTES], rows, seen == SOME, axes, w, act, scales, tmp, zs,
+                        alpha, o,
                     )  # fmt: skip
                 elif phase == EXACT:
                     exact_values(
@@ -164,3 +185,11 @@ def run_items(
                     exact_values(
                         scores, mats[3:], v_new, v_at, stride, dim, low, high, rows, tmp, alpha, o
                     )
+        if kind == ALL:
+            row = (seqs[s, Q_START] + first) * n_head + h * gqa
+            for i in range(rows):
+                # Rows are (query, head of the KV head); the output is [T, n_head, D].
+                finish_row(
+                    o, i * dim, dim, m[i], lsum[i], sink_logits, has_sinks, h * gqa + i % gqa, out,
+                    lse, row + i // gqa * n_head + i % gqa,
+                )  # fmt: skip

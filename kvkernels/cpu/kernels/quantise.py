@@ -13,7 +13,6 @@ from kvkernels.cpu.kernels.simd import (
     hmax,
     hsum,
     load,
-    load_half,
     round_scaled,
     splat,
     store,
@@ -34,32 +33,34 @@ _TINY = float32(1e-30)
 
 
 @inner
-def folded(x, at, axes, scale_at, zero_at, d, gated, z):
+def folded(x, at, axes, n, d, gated, z):
     """16 activations ``x * scale`` from position d on, and ``z`` plus ``x * zero`` (codec.md 6).
+
+    axes: float32 [n scales, n zeros, ..]. ``n`` and ``d`` as in the callers below.
 
     ``gated``: x are probabilities, and a token nobody sees has x = 0; its axes must not turn that
     into NaN (B5).
     """
     value = load(x, at + d)
-    w = value * load_half(axes, scale_at + d)
+    w = value * load(axes, d)
     if gated:
-        y = value * load_half(axes, zero_at + d)
+        y = value * load(axes, n + d)
         return zero_unless_positive(w, value), z + zero_unless_positive(y, value)
-    return w, fma(value, load_half(axes, zero_at + d), z)
+    return w, fma(value, load(axes, n + d), z)
 
 
 @inner
-def fold_f32(x, at, axes, scale_at, zero_at, n, gated, out, out_at):
+def fold_f32(x, at, axes, n, gated, out, out_at):
     """Activations in float32; returns sum(x * zero)."""
     z = splat(float32(0.0))
     for d in range(0, n, 16):
-        w, z = folded(x, at, axes, scale_at, zero_at, d, gated, z)
+        w, z = folded(x, at, axes, n, d, gated, z)
         store(out, out_at + d, w)
     return hsum(z)
 
 
 @inner
-def fold_i8(x, at, axes, scale_at, zero_at, n, gated, middle, out, out_at, scales, scales_at):
+def fold_i8(x, at, axes, n, gated, middle, out, out_at, scales, scales_at):
     """Activations in int8, n a multiple of 32; returns sum(x * zero) and the rounding correction.
 
     Codes are nearly centred on their middle, so adding ``middle * (what rounding lost from the sum
@@ -68,8 +69,8 @@ def fold_i8(x, at, axes, scale_at, zero_at, n, gated, middle, out, out_at, scale
     z, lost = splat(float32(0.0)), splat(float32(0.0))
     for b in range(n // 32):
         i = 32 * b
-        a, z = folded(x, at, axes, scale_at, zero_at, i, gated, z)
-        c, z = folded(x, at, axes, scale_at, zero_at, i + 16, gated, z)
+        a, z = folded(x, at, axes, n, i, gated, z)
+        c, z = folded(x, at, axes, n, i + 16, gated, z)
         top = hmax(vmax(vabs(a), vabs(c)))
         if top < _TINY:
             top = float32(0.0)
@@ -85,13 +86,13 @@ def fold_i8(x, at, axes, scale_at, zero_at, n, gated, middle, out, out_at, scale
 
 
 @inner
-def fold_i16(x, at, axes, scale_at, zero_at, n, gated, w, w_at, out, out_at, scales, scales_at):
+def fold_i16(x, at, axes, n, gated, w, w_at, out, out_at, scales, scales_at):
     """Activations in int16, n high bytes then n low bytes; returns sum(x * zero).
     ``w`` is room for n.
     """
     z, largest = splat(float32(0.0)), splat(float32(0.0))
     for d in range(0, n, 16):
-        a, z = folded(x, at, axes, scale_at, zero_at, d, gated, z)
+        a, z = folded(x, at, axes, n, d, gated, z)
         store(w, w_at + d, a)
         largest = vmax(vabs(a), largest)
     top = hmax(largest)

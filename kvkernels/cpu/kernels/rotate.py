@@ -33,6 +33,17 @@ def first_nonfinite(x):
     return -1
 
 
+@exact_kernel
+def largest_bits(x):
+    """Largest |x| of fp32 ``x [n]`` as its bits: ordered like the values,
+    and NaN above infinity.
+    """
+    bits, top = x.view(np.uint32), np.uint32(0)
+    for i in range(bits.shape[0]):
+        top = max(top, np.uint32(bits[i] & np.uint32(0x7FFFFFFF)))
+    return top
+
+
 @exact_inner
 def rotate_row(x, y, d):
     """One row: fp32 ``x [d]`` -> ``y [d]`` (may not alias)."""

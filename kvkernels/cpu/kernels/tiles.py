@@ -13,10 +13,12 @@ from kvkernels.cpu.kernels.matrix import call_matrix
 from kvkernels.cpu.kernels.quantise import F32, I8, I16, fold_f32, fold_i8, fold_i16
 from kvkernels.cpu.kernels.simd import (
     fma,
+    hmax,
     load,
     load_half,
     splat,
     store,
+    vmax,
 )
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
 
@@ -37,6 +39,8 @@ GROUP = 128
     K_MODE,
     V_MODE,
 ) = range(13)
+# what `softmax_tile` says of a tile
+NONE, SOME, EVERY = range(3)
 # columns of `seqs`
 Q_START, N_Q, N_PAST, TABLE_AT, TWIN_GROUP, MASK_AT, MASK_HEAD, MASK_ROW = range(8)
 
@@ -108,70 +112,82 @@ def times_codes(dots, mode, codes, at, w, act, scales, out, rows, n_out, n_red, 
 
 
 @inner
-def fold_row(mode, x, at, axes, scale_at, zero_at, n, gated, middle, r, w, act, scales):
+def fold_row(mode, x, at, axes, n, gated, middle, r, w, act, scales):
     """Row ``r`` of the activations ``x * scale`` in the form of ``mode``;
     returns their constant part.
     """
     if mode == I8:
-        return fold_i8(
-            x, at, axes, scale_at, zero_at, n, gated, middle, act, r * n, scales, r * (n // 32)
-        )
+        return fold_i8(x, at, axes, n, gated, middle, act, r * n, scales, r * (n // 32))
     if mode == I16:
-        return fold_i16(
-            x, at, axes, scale_at, zero_at, n, gated, w, r * n, act, r * 2 * n, scales, r
-        )
-    return fold_f32(x, at, axes, scale_at, zero_at, n, gated, w, r * n)
+        return fold_i16(x, at, axes, n, gated, w, r * n, act, r * 2 * n, scales, r)
+    return fold_f32(x, at, axes, n, gated, w, r * n)
+
+
+@inner
+def widen(halves, at, n, axes):
+    """A record's axes as float32, once for all rows."""
+    for i in range(0, n, 16):
+        store(axes, i, load_half(halves, at + i))
 
 
 @inner
 def body_scores(
-    q, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, scores
-):
-    """scores[row, 128] of one sealed group; ``at`` = byte offset of its K record(s)."""
+    q, shape, dots, middle, codes, halves, at, ahead, rows, axes, w, act, scales, tmp, zs, scores,
+    tops,
+):  # fmt: skip
+    """scores[row, 128] of one sealed group and their largest, ``tops[row]``.
+
+    ``at`` = byte offset of the group's K record(s) in ``codes``; ``halves`` is its uint16 view.
+    """
     width, dim = shape[SLICE], shape[HEAD_DIM]
     for piece in range(dim // width):
         record = at + piece * shape[K_BYTES]
-        scale_at = (record + shape[K_BYTES]) // 2 - 2 * width - GROUP
-        zero_at, other_at = scale_at + width, scale_at + 2 * width
+        n_axes = 2 * width + GROUP
+        widen(halves, (record + shape[K_BYTES]) // 2 - n_axes, n_axes, axes)
         for r in range(rows):
             zs[r] = fold_row(
-                shape[K_MODE], q, r * dim + piece * width, axes, scale_at, zero_at, width, False,
-                middle, r, w, act, scales,
+                shape[K_MODE], q, r * dim + piece * width, axes, width, False, middle, r, w, act,
+                scales,
             )  # fmt: skip
         times_codes(
             dots, shape[K_MODE], codes, record, w, act, scales, tmp, rows, GROUP, width, ahead
         )
         for r in range(rows):
-            z = splat(zs[r])
+            z, top = splat(zs[r]), splat(MINUS_INF)
             for t in range(0, GROUP, 16):
-                s = (load(tmp, r * GROUP + t) + z) * load_half(axes, other_at + t)
+                s = (load(tmp, r * GROUP + t) + z) * load(axes, 2 * width + t)
                 if piece > 0:
                     s = s + load(scores, r * GROUP + t)
                 store(scores, r * GROUP + t, s)
+                top = vmax(s, top)
+            tops[r] = hmax(top)
 
 
 @inner
 def body_values(
-    p, shape, dots, middle, codes, axes, at, ahead, rows, w, act, scales, tmp, zs, alpha, o
-):
-    """o[row, D] = o * alpha + sum_t p[t] * value[t]; ``at`` = byte offset of the V record(s)."""
+    p, shape, dots, middle, codes, halves, at, ahead, rows, gated, axes, w, act, scales, tmp, zs,
+    alpha, o,
+):  # fmt: skip
+    """o[row, D] = o * alpha + sum_t p[t] * value[t]; ``at`` = byte offset of the V record(s).
+
+    ``gated``: some token is hidden from some row.
+    """
     width, dim = shape[SLICE], shape[HEAD_DIM]
     for piece in range(dim // width):
         record = at + piece * shape[V_BYTES]
-        scale_at = (record + shape[V_BYTES]) // 2 - 2 * GROUP - width
-        zero_at, other_at = scale_at + GROUP, scale_at + 2 * GROUP
+        n_axes = 2 * GROUP + width
+        widen(halves, (record + shape[V_BYTES]) // 2 - n_axes, n_axes, axes)
         for r in range(rows):
             zs[r] = fold_row(
-                shape[V_MODE], p, r * GROUP, axes, scale_at, zero_at, int64(GROUP), True,
-                middle, r, w, act, scales,
-            )  # fmt: skip
+                shape[V_MODE], p, r * GROUP, axes, int64(GROUP), gated, middle, r, w, act, scales
+            )
         times_codes(
             dots, shape[V_MODE], codes, record, w, act, scales, tmp, rows, width, GROUP, ahead
         )
         for r in range(rows):
             z, a = splat(zs[r]), splat(alpha[r])
             for d in range(0, width, 16):
-                x = load_half(axes, other_at + d) * (load(tmp, r * width + d) + z)
+                x = load(axes, 2 * GROUP + d) * (load(tmp, r * width + d) + z)
                 i = r * dim + piece * width + d
                 store(o, i, fma(load(o, i), a, x))
 
@@ -215,36 +231,44 @@ def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o
 
 @inner
 def softmax_tile(
-    shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, m, lsum,
-    alpha,
+    shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, tops, m,
+    lsum, alpha,
 ):  # fmt: skip
     """Hide and exponentiate one tile for every row of ``queries`` from ``first`` on.
 
-    Returns False when no row sees any of it; a row that does not keeps probabilities of exactly 0.
+    ``tops``: the largest score of every row, known for a sealed group. Returns NONE when no row
+    sees any of the tile, EVERY when every row sees all of it, else SOME; a row that sees none of it
+    keeps probabilities of exactly 0.
     """
     gqa = shape[N_HEAD] // shape[N_KV_HEAD]
-    seen = False
+    some, every = False, True
     for i in range(queries):
         position = seqs[s, N_PAST] + first + i
         low, high = visible(shape, position, base, n, twin, body)
+        whole = low <= 0 and high >= GROUP
         for g in range(gqa):
             r, head = i * gqa + g, h * gqa + g
             mask_at = int64(-1)
             if seqs[s, MASK_AT] >= 0:
                 row = head * seqs[s, MASK_HEAD] + (first + i) * seqs[s, MASK_ROW]
                 mask_at = seqs[s, MASK_AT] + row + base
-            top = prepare_row(
-                scores, r * GROUP, GROUP, low, high, cap, slopes[head], base - position,
-                mask, mask_at,
-            )  # fmt: skip
+            slope, top = slopes[head], tops[r]
+            as_is = body and whole and mask_at < 0
+            if not as_is or cap > float32(0.0) or slope != float32(0.0):
+                top = prepare_row(
+                    scores, r * GROUP, GROUP, low, high, cap, slope, base - position, mask, mask_at
+                )
+            every = every and whole and mask_at < 0
             alpha[r] = float32(1.0)
             if top == MINUS_INF:
                 for t in range(0, GROUP, 16):
                     store(scores, r * GROUP + t, splat(float32(0.0)))
                 continue
-            seen = True
+            some = True
             if top > m[r]:
                 alpha[r] = decay(m[r], top)
                 m[r] = top
             lsum[r] = lsum[r] * alpha[r] + exponentials(scores, r * GROUP, GROUP, m[r])
-    return seen
+    if not some:
+        return NONE
+    return EVERY if every else SOME
