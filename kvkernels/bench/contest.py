@@ -45,6 +45,11 @@ class Plan:
     only: str = ""
 
     @property
+    def kind(self) -> str:
+        """First part of the names of decode cases."""
+        return "decode" if self.cold else "decode-warm"
+
+    @property
     def effort(self) -> Effort:
         """Rounds and warm-up."""
         base = _QUICK if self.quick else _FULL
@@ -105,9 +110,9 @@ def decode(plan: Plan, n_kv: int) -> Iterator[Result]:
     keys, values = fill.tokens(rows.k, n_kv), fill.tokens(rows.v, n_kv)
     task = peers.Task(spec, q, keys, values, plan.threads)
     flat = q.reshape(spec.n_head, HEAD_DIM)
-    exact = fill.attend_heads(spec, flat[None], _pairs(keys, values), [0])
+    exact = fill.attend_heads(spec, flat[None], _pairs(keys, values))
     records = yardstick.whole_groups(fill.repeated(spec, device(1), rows, past).cache, n_kv)
-    whole = fill.attend_heads(spec, flat[None], records.heads(), [0])
+    whole = fill.attend_heads(spec, flat[None], records.heads())
     found = [row for row, _, _ in own]
     expected: dict[str, F64] = {row.name: reference for row, reference, _ in own}
     for row in (
@@ -120,7 +125,7 @@ def decode(plan: Plan, n_kv: int) -> Iterator[Result]:
         found.append(row)
         if row.limit:
             expected[row.name] = whole if row.expected == "whole" else exact
-    base = Result(case=f"peers/decode-n{n_kv}-t{plan.threads}", device="cpu:0", entry=OWN)
+    base = Result(case=f"peers/{plan.kind}-n{n_kv}-t{plan.threads}", device="cpu:0", entry=OWN)
     yield from _timed(base, found, expected, plan)
 
 
@@ -146,7 +151,7 @@ def prefill(plan: Plan) -> Iterator[Result]:
     keys, values = fill.tokens(rows.k, n_kv), fill.tokens(rows.v, n_kv)
     task = peers.Task(spec, q[:, :GQA], keys, values, plan.threads)
     asked = rows.q[order[some]]
-    exact = fill.attend_heads(spec, asked, _pairs(keys, values), [0] * len(asked))
+    exact = fill.attend_heads(spec, asked, _pairs(keys, values))
     for row in peers.prefill_rows(task, q):
         found.append(row)
         expected[row.name] = exact

@@ -6,7 +6,7 @@ slot, so a decode reads as many bytes from as many places as over a text without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,29 +116,39 @@ class Filled:
     def expected(self, n_q: int = 1) -> F64:
         """The float64 reference over the same records and exact rows, [n_q, n_head, D]."""
         queries = _taken(self.rows.q, self.past, n_q)
-        return attend_heads(self._spec, queries, self._heads(n_q), range(1 - n_q, 1))
+        rows = range(n_q)
+        return np.concatenate(
+            [attend_heads(self._spec, queries[i : i + 1], self._heads(i, i + 1)) for i in rows]
+        )
 
     def expected_past(self, n_q: int, some: slice) -> F64:
         """The same for ``past_call``, for some of its rows."""
-        queries = _taken(self.rows.q, self.past, n_q)[some]
-        return attend_heads(self._spec, queries, self._heads(0), [0] * len(queries))
+        queries = _taken(self.rows.q, self.past, n_q)
+        rows = range(n_q)[some]
+        return np.concatenate(
+            [attend_heads(self._spec, queries[i : i + 1], self._heads(i, 0)) for i in rows]
+        )
 
     @property
     def _spec(self) -> LayerSpec:
         return self.cache.plan.layers[0].spec
 
-    def _heads(self, new: int) -> Iterator[tuple[F64, F64]]:
-        """What rows see of every KV head, past and ``new`` rows: keys and values [n, D]."""
+    def _heads(self, ahead: int, new: int) -> Iterator[tuple[F64, F64]]:
+        """What the row ``ahead`` of the next one sees of every KV head: the past and the first
+        ``new`` rows, keys and values [n, D].
+        """
         buffers = self.cache.buffers[0]
         sides = [
             (Side.K, self._spec.k_bits, self.rows.k, buffers.k_records),
             (Side.V, self._spec.v_bits, self.rows.v, buffers.v_records),
         ]
         for h in range(self._spec.n_kv_head):
-            keys, values = (self._head(*side, h, new) for side in sides)
+            keys, values = (self._head(*side, h, ahead, new) for side in sides)
             yield keys, values
 
-    def _head(self, side: Side, bits: int | None, exact: F32, pool: Any, h: int, new: int) -> F64:
+    def _head(
+        self, side: Side, bits: int | None, exact: F32, pool: Any, h: int, ahead: int, new: int
+    ) -> F64:
         """Every record decoded by the reference, else the row as the stage rounds it."""
         assert bits is not None
         dim, pages = self._spec.head_dim, self.cache.state[0].pages[self.cache.class_of[0]]
@@ -150,8 +160,8 @@ class Filled:
         known: dict[int, F64] = {}
         for group, slot in enumerate(pages.table):
             stop = (group + 1) * GROUP
-            if group in pages.blocks:  # the newest 128 rows are seen exactly
-                stop = min(stop, self.past - GROUP + 1)
+            if group in pages.blocks:  # a row sees the 128 up to itself exactly
+                stop = min(stop, self.past + ahead - GROUP + 1)
             if slot < 0 or stop <= group * GROUP:  # sinks have no record
                 continue
             content = group % _BATCH
@@ -189,20 +199,16 @@ def _repeat(source: NDArray[Any], out: NDArray[Any]) -> None:
         part[:] = source[: len(part)]
 
 
-def attend_heads(
-    spec: LayerSpec, q: F32, heads: Iterable[tuple[F64, F64]], hidden: Sequence[int]
-) -> F64:
+def attend_heads(spec: LayerSpec, q: F32, heads: Iterable[tuple[F64, F64]]) -> F64:
     """float64 attention of q [rows, n_head, D] over keys and values [n, D] of one KV head after the
-    other; row i does not see the last ``-hidden[i]`` of them.
+    other, all of them visible.
     """
     grouped = q.astype(np.float64).reshape(len(q), spec.n_kv_head, spec.gqa, spec.head_dim)
     out = np.empty_like(grouped)
     for h, (k, v) in enumerate(heads):
-        for i, less in enumerate(hidden):
-            n = len(k) + less
-            scores = grouped[i, h] @ k[:n].T * spec.scale
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            out[i, h] = (p / p.sum(-1, keepdims=True)) @ v[:n]
+        scores = grouped[:, h] @ k.T * spec.scale
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, h] = (p / p.sum(-1, keepdims=True)) @ v
     return out.reshape(q.shape)
 
 

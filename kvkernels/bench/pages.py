@@ -130,7 +130,8 @@ def plot(lines: list[Line], target: Path, about: str) -> None:
         axis.minorticks_off()
         axis.set_title(f"{threads} thread{'s' if threads > 1 else ''}")
         axis.grid(True, which="major", alpha=0.3)
-    axes[0][0].set_ylabel("one decode step, ms (median, caches cold)")
+    state = "warm" if any("decode-warm" in x["case"] for x in lines) else "cold"
+    axes[0][0].set_ylabel(f"one decode step, ms (median, caches {state})")
     steps = [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
     low, high = axes[0][0].get_ylim()
     shown_steps = [s for s in steps if low <= s <= high]

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from kvkernels.backend import Device
-from kvkernels.bench import footprint, overhead
+from kvkernels.bench import contest, fill, footprint, overhead, yardstick
 from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.stats import paired_ratio
@@ -188,12 +188,52 @@ def _wrong_records(cache: Cache, rows: Rows, bits: int) -> str:
     return ""
 
 
+def _yardstick(device: Device, effort: Effort) -> Iterator[Result]:
+    """One thread against the same algorithm in C, the quicker of its builds."""
+    alone, rows = contest.device(1), fill.period(contest.layer())
+    made = fill.repeated(contest.layer(), alone, rows, 4095)
+    base = Result(case="yardstick/k4v4-n4096-t1", device=alone.caps.id, baseline="c")
+    base = replace(base, entry="cpu/attend_decode", route="native")
+    builds = [b for b in yardstick.BUILDS if not isinstance(yardstick.library(b), str)]
+    if not builds:
+        yield replace(base, note=str(yardstick.library("c-avx2")))
+        return
+    records = yardstick.whole_groups(made.cache, 4096)
+    q = np.ascontiguousarray(rows.q[4095 % fill.PERIOD])
+    expected = {"own": made.expected()[0]}
+    expected["c"] = fill.attend_heads(contest.layer(), q[None], records.heads())[0]
+    calls = {"own": made.once(), "c": yardstick.decode_call(builds[-1], records, q, 1)}
+    for name, wanted in expected.items():
+        gap = relative_error(calls[name]().reshape(wanted.shape), wanted)
+        if not gap <= AUTO_TOLERANCE:
+            yield replace(base, outcome="wrong", note=f"{name} is off by {gap:.2e}; not timed")
+            return
+        base = replace(base, error=gap if name == "own" else base.error)
+    samples = measure(calls, effort)
+    own, other = samples["own"], samples["c"]
+    ratio = paired_ratio(other.seconds, own.seconds)
+    yield replace(
+        base,
+        median_s=own.median_s,
+        iqr_s=own.iqr_s,
+        min_s=own.min_s,
+        ratio=ratio,
+        ratio_of_minima=other.min_s / own.min_s,
+        value=other.median_s,
+        unit="s (baseline)",
+        target="ratio >= 0.83 (at most 1.2 times as long as C)",
+        outcome="ok" if ratio >= 1 / 1.2 else "miss",
+        note=f"{builds[-1]}, int16 QK^T, whole groups from records",
+    )
+
+
 def _benches() -> Iterator[Bench]:
     for bits in (4, *(b for b in KVARN_BITS.values() if b != 4)):
         for n_kv in (4096, 32768):
             run = _decode(bits, bits, n_kv, compared=n_kv == 4096)
             name = f"decode/k{bits}v{bits}/{n_kv}"
             yield Bench(name, run, quick=(bits, n_kv) == (4, 4096))
+    yield Bench("yardstick/k4v4/4096", _yardstick, quick=True)
     for bits in KVARN_BITS.values():
         yield Bench(f"commit/k{bits}v{bits}", _commit(bits), quick=bits == 4)
     yield Bench("overhead/attend", overhead.run, quick=True)

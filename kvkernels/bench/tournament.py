@@ -107,7 +107,7 @@ def floors(lines: Iterable[Line]) -> list[Line]:
     """The numbers that the project requires, each with ok or miss."""
     found = {(x["case"], x["baseline"] or ""): x for x in lines}
     threads = sorted({int(c.rpartition("-t")[2]) for c, _ in found if c.startswith("peers/")})
-    decodes = [c for c, _ in found if c.startswith("peers/decode-")]
+    decodes = [c for c, _ in found if c.startswith("peers/decode-n")]
     sizes = sorted({int(c.split("-n")[1].split("-")[0]) for c in decodes})
     checks = [x for t in threads for n in sizes for x in _decode_floors(n, t)]
     for t in threads:
