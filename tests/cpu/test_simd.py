@@ -136,15 +136,19 @@ def test_exp2_error_and_edges():
 def rounded(x, scale, values, low, high):
     value, bits = simd.round_scaled(simd.load(x, int64(0)), scale)
     simd.store(values, int64(0), value)
-    simd.store_bytes(low, int64(0), bits)
-    simd.store_bytes(high, int64(0), simd.high_byte(bits))
+    high_bits = simd.round_up_byte(bits)
+    simd.store_bytes(low, int64(0), bits, high_bits, 0)
+    simd.store_bytes(high, int64(0), high_bits, bits, 1)
 
 
 def test_round_scaled_splits_int16_into_signed_bytes():
     x = np.array([-32512, 32512, 0, 127, 128, 129, -128, -129, 255, 256, 1.5, 2.5, -0.5, 7, 8, 9])
     values = np.empty(N, np.float32)
-    low, high = np.empty(N, np.uint8), np.empty(N, np.uint8)
+    low, high = np.empty(2 * N, np.uint8), np.empty(2 * N, np.uint8)
     rounded(x.astype(np.float32), np.float32(1), values, low, high)
     assert_array_equal(values, np.round(x))
-    back = 256 * high.view(np.int8).astype(int) + low.view(np.int8)
-    assert_array_equal(back, np.round(x))
+    signed = [part.view(np.int8).astype(int) for part in (low, high)]
+    assert_array_equal(256 * signed[1][:N] + signed[0][:N], np.round(x))
+    # the second vector's bytes come after the first's
+    assert_array_equal(low[N:], low[:N] + np.uint8(128))
+    assert_array_equal(high[N:].view(np.int8), np.floor(np.round(x) / 256))

@@ -55,6 +55,8 @@ def exact_kernel(function):
 
 
 _INNER = {
+    # Passing arrays costs a call some dozens of words on the stack, more than many parts compute.
+    "forceinline": True,
     "nogil": True,
     "error_model": "numpy",
     "no_cpython_wrapper": True,

@@ -9,11 +9,11 @@ from numba import float32
 from kvkernels.cpu.kernels.jit import inner
 from kvkernels.cpu.kernels.simd import (
     fma,
-    high_byte,
     hmax,
     hsum,
     load,
     round_scaled,
+    round_up_byte,
     splat,
     store,
     store_bytes,
@@ -77,8 +77,7 @@ def fold_i8(x, at, axes, n, gated, middle, out, out_at, scales, scales_at):
         inverse = _I8_MAX / top if top > float32(0.0) else float32(0.0)
         ra, ia = round_scaled(a, inverse)
         rc, ic = round_scaled(c, inverse)
-        store_bytes(out, out_at + i, ia)
-        store_bytes(out, out_at + i + 16, ic)
+        store_bytes(out, out_at + i, ia, ic, 0)
         scale = top * _I8_STEP
         scales[scales_at + b] = scale
         lost = lost + (a + c - splat(scale) * (ra + rc))
@@ -99,10 +98,11 @@ def fold_i16(x, at, axes, n, gated, w, w_at, out, out_at, scales, scales_at):
     if top < _TINY:
         top = float32(0.0)
     inverse = _I16_MAX / top if top > float32(0.0) else float32(0.0)
-    for d in range(0, n, 16):
-        _, value = round_scaled(load(w, w_at + d), inverse)
-        store_bytes(out, out_at + d, high_byte(value))
-        # value - 256 * high has the same low byte as value
-        store_bytes(out, out_at + n + d, value)
+    for d in range(0, n, 32):
+        _, a = round_scaled(load(w, w_at + d), inverse)
+        _, c = round_scaled(load(w, w_at + d + 16), inverse)
+        # value = 256 * high + low with both signed: low is the low byte, high is rounded for it.
+        store_bytes(out, out_at + d, round_up_byte(a), round_up_byte(c), 1)
+        store_bytes(out, out_at + n + d, a, c, 0)
     scales[scales_at] = top * _I16_STEP
     return hsum(z)

@@ -151,22 +151,28 @@ def store(_, array, index, value):
 # ------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def store_bytes(_, array, index, value):
-    """``array[index : index + 16] = value``: the low byte of each int32 lane,
-    into a uint8 array.
+@intrinsic(prefer_literal=True)
+def store_bytes(_, array, index, a, b, which):
+    """``array[index : index + 32] =`` byte ``which`` (0 is the lowest) of the int32 lanes of a,
+    then b.
     """
-    if array.dtype != types.uint8 or value != I32x16:
+    if array.dtype != types.uint8 or not isinstance(which, types.IntegerLiteral):
         return None
+    byte = which.literal_value
 
     def codegen(context, builder, sig, args):
         pointer = _element(context, builder, sig.args[0], args[0], args[1])
-        kind = ir.VectorType(ir.IntType(8), LANES)
-        narrow = builder.trunc(args[2], kind)
+        wide, kind = (
+            ir.VectorType(ir.IntType(8), 4 * LANES),
+            ir.VectorType(ir.IntType(8), 2 * LANES),
+        )
+        lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), [4 * i + byte for i in range(2 * LANES)])
+        parts = [builder.bitcast(x, wide) for x in args[2:4]]
+        narrow = builder.shuffle_vector(*parts, lanes)
         builder.store(narrow, builder.bitcast(pointer, kind.as_pointer())).align = 1
         return context.get_dummy_value()
 
-    return types.void(array, types.int64, I32x16), codegen
+    return types.void(array, types.int64, I32x16, I32x16, which), codegen
 
 
 @intrinsic
@@ -190,14 +196,13 @@ def vabs(_, a):
 
 
 @intrinsic
-def high_byte(_, a):
-    """Upper half of an int16 lane such that ``256 * high + low`` gives it back with both in
-    int8.
+def round_up_byte(_, a):
+    """int32 lanes + 128: then byte 1 is the high half of an int16 whose low byte counts as
+    signed.
     """
 
     def codegen(_context, builder, _signature, args):
-        rounded = builder.add(args[0], const_vector(I32V, [128] * LANES))
-        return builder.ashr(rounded, const_vector(I32V, [8] * LANES))
+        return builder.add(args[0], const_vector(I32V, [128] * LANES))
 
     return I32x16(I32x16), codegen
 
