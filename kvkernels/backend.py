@@ -115,5 +115,5 @@ class Backend(Protocol):
     def probe(self) -> BackendStatus | Sequence[DeviceCaps]:
         """The devices found, or a status that says why there are none. Must not raise."""
 
-    def open(self, device_id: str) -> Device:
-        """Open a device that ``probe`` listed."""
+    def open(self, device_id: str, **options: Any) -> Device:
+        """Open a device that ``probe`` listed. ``options`` are this backend's own."""

@@ -186,8 +186,10 @@ def statuses(only: str | None = None) -> tuple[BackendStatus, ...]:
     return tuple(cast(list[BackendStatus], found))
 
 
-def open_device(device_id: str) -> Device:
+def open_device(device_id: str, **options: Any) -> Device:
     """Open ``<backend>:<index>``, and only that: never another device or backend instead.
+
+    ``options`` are the backend's own (the CPU takes ``n_threads``).
 
     Raises BackendUnavailable, whose status says what is wrong and what to do.
     """
@@ -213,7 +215,7 @@ def open_device(device_id: str) -> Device:
         hint = did_you_mean(str(device_id), ids)
         raise BackendUnavailable(BackendStatus(name, "unavailable", text, hint, status.devices))
     try:
-        device = backend.open(device_id)
+        device = backend.open(device_id, **options)
         opened = device.caps.id
     except KvkError:
         raise

@@ -8,8 +8,7 @@ import numpy as np
 
 from kvkernels.calls import AttendCall
 from kvkernels.cpu import masks
-from kvkernels.cpu.kernels import attend as kernels
-from kvkernels.cpu.kernels.merge import merge
+from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.launch import constants, work_of
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
@@ -48,8 +47,10 @@ def attend_records(
         call.v.reshape(-1) if call.v is not None else _NOTHING, pm, pl, po, sinks, has_sinks, out,
         lse,
     )  # fmt: skip
-    pool.ranges(lambda a, b: kernels.run_items(a, b, *arguments), len(work.items), least=work.least)
+    run_items = compiled(isa, "attend.run_items")
+    pool.ranges(lambda a, b: run_items(a, b, *arguments), len(work.items), least=work.least)
     if not blocks:
+        merge = compiled(isa, "merge.merge")
         merge(seqs, work.joins, fixed.shape, sinks, has_sinks, pm, pl, po, out, lse)
 
 

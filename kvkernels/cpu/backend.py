@@ -10,7 +10,7 @@ from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.cpu.features import ISAS, best, missing
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.cpu.table import TABLE
-from kvkernels.errors import BackendUnavailable, did_you_mean
+from kvkernels.errors import BackendUnavailable, InputError, did_you_mean
 from kvkernels.settings import settings
 
 if TYPE_CHECKING:
@@ -32,14 +32,16 @@ class CpuBackend:
         """Features that the kernels use on this device, for ``kvk probe``."""
         return ISAS.get(str(caps.facts.get("isa")), ())
 
-    def open(self, device_id: str) -> CpuDevice:
-        """Open ``cpu:0``; threads from ``KVK_NUM_THREADS``, else affinity and cgroup."""
+    def open(self, device_id: str, *, n_threads: int | None = None) -> CpuDevice:
+        """Open ``cpu:0`` with ``n_threads``, else ``KVK_NUM_THREADS``, else affinity and cgroup."""
+        if n_threads is not None and (not isinstance(n_threads, int) or n_threads < 1):
+            raise InputError("n_threads", found=repr(n_threads), needed="a whole number >= 1")
         from kvkernels.cpu.device import CpuDevice
 
         found = _probe()
         if isinstance(found, BackendStatus):
             raise BackendUnavailable(found)
-        return CpuDevice(found[0], n_threads=settings().num_threads)
+        return CpuDevice(found[0], n_threads=n_threads or settings().num_threads)
 
 
 def _probe() -> BackendStatus | tuple[DeviceCaps]:

@@ -14,7 +14,8 @@ from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCal
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.cpu.attend import attend_records
 from kvkernels.cpu.commit import commit, materialize
-from kvkernels.cpu.kernels.codec import first_nonfinite, largest_bits, rotate_rows_to_half
+from kvkernels.cpu.entries import compiled
+from kvkernels.cpu.kernels.codec import first_nonfinite, rotate_rows_to_half
 from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.scratch import Scratch, aligned
 from kvkernels.cpu.table import TABLE
@@ -99,7 +100,7 @@ class CpuDevice:
         With ``stored``, also of the first one whose rotated row leaves the fp16 range of the stage.
         """
         flat, dim = rows.reshape(-1), rows.shape[-1]
-        top = np.uint32(largest_bits(flat))
+        top = np.uint32(compiled(self.isa, "rotate.largest_bits")(flat))
         if top >= _INFINITY_BITS:
             at = int(first_nonfinite(flat))
             return tuple(int(i) for i in np.unravel_index(at, rows.shape))

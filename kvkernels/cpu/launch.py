@@ -156,7 +156,7 @@ def constants(layer: LayerSpec, slots: int, blocks: int, activations: str, isa: 
         [dot_address(bits, rows, mode, isa) for rows in ROW_BLOCKS]
         for bits, mode in ((layer.k_bits, k_mode), (layer.v_bits, v_mode))
     ]
-    mats = [matrix_address(rows, half) for half in (1, 0) for rows in ROW_BLOCKS]
+    mats = [matrix_address(rows, half, isa) for half in (1, 0) for rows in ROW_BLOCKS]
     middle = [(2**bits - 1) / 2 for bits in (layer.k_bits, layer.v_bits)]
     return Constants(
         np.array(shape, np.int64),

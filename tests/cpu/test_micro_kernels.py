@@ -158,7 +158,7 @@ def test_rows_times_matrix(half, rows):
         act = rng.normal(size=(rows, n_red)).astype(np.float32)
         out = np.empty((rows, n_out), np.float32)
         data = m.reshape(-1).view(np.uint16) if half else m.reshape(-1)
-        address = matrix_address(rows, half)
+        address = matrix_address(rows, half, best(FEATURES))
         times(address, data, act.reshape(-1), out.reshape(-1), n_out, n_red, n_out + 5)
         expected = act.astype(np.float64) @ m[:, :n_out].astype(np.float64)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)

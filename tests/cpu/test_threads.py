@@ -17,6 +17,7 @@ import kvkernels as kvk
 from kvkernels.cpu.device import CpuDevice
 from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.probe import probe_cpu
+from kvkernels.errors import InputError
 
 SPEC = kvk.LayerSpec(n_head=4, n_kv_head=2, head_dim=64)
 
@@ -122,6 +123,9 @@ def test_thread_count_comes_from_the_environment_or_the_affinity():
         )
         assert found.stdout.strip() == "1", found.stderr
     assert available_threads() >= 1
+    assert kvk.open_device("cpu:0", n_threads=4).pool.n_threads == 4
+    with pytest.raises(InputError, match="n_threads"):
+        kvk.open_device("cpu:0", n_threads=0)
 
 
 def test_the_interpreter_exits_with_a_running_pool():

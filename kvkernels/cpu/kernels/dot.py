@@ -25,6 +25,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvkernels.cpu.ahead import runtime as ahead
+from kvkernels.cpu.ahead.signatures import dot_name
+from kvkernels.cpu.kernels.address import call_address
 from kvkernels.cpu.kernels.isa import EMITTERS
 from kvkernels.cpu.kernels.jit import callback
 from kvkernels.cpu.kernels.simd import (
@@ -264,9 +267,8 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode
 _keep_alive = []  # type: ignore[var-annotated]
 
 
-@cache
-def dot_address(bits, rows, mode, isa):
-    """Address of the compiled micro-kernel (compiled on the first call, cached on disk).
+def dot_kernel(bits, rows, mode, isa):
+    """The compiled micro-kernel (cached on disk).
 
     C signature: ``void(const uint8 *codes, const uint8 *act, const float *scales, float *out, int64
     n_out, int64 n_red)``; n_out a multiple of 64, n_red of 32; rows of act, scales and out are
@@ -277,8 +279,18 @@ def dot_address(bits, rows, mode, isa):
     def dot(codes, act, scales, out, n_out, n_red, ahead):
         _dot_lines(codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode, isa)
 
-    _keep_alive.append(dot)
-    return dot.address
+    return dot
+
+
+@cache
+def dot_address(bits, rows, mode, isa):
+    """Address of a micro-kernel: from the shipped bundle of ``isa``, else compiled now."""
+
+    def compiled():
+        _keep_alive.append(dot_kernel(bits, rows, mode, isa))
+        return _keep_alive[-1].address
+
+    return ahead.address(isa, dot_name(bits, rows, mode), compiled)
 
 
 @intrinsic
@@ -290,16 +302,7 @@ def call_dot(
     """
 
     def codegen(context, builder, sig, args):
-        def pointer(position, kind):
-            array = context.make_array(sig.args[position])(context, builder, args[position])
-            at = builder.gep(array.data, [args[position + 1]])
-            return builder.bitcast(at, kind.as_pointer())
-
-        kinds = [_I8, _I8, F32, F32]
-        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 3)
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        values = [pointer(1 + 2 * i, k) for i, k in enumerate(kinds)]
-        builder.call(function, [*values, *args[9:]])
+        call_address(context, builder, sig, args, (_I8, _I8, F32, F32))
         return context.get_dummy_value()
 
     i64 = types.int64

@@ -5,20 +5,9 @@ Numba stamps a cached binary with the hash of the *one* file that defines the fu
 cached function is stamped with a hash over all kernel sources instead.
 """
 
-import hashlib
-from functools import cache
-from pathlib import Path
-
 from numba import cfunc, njit
 
-
-@cache
-def source_stamp():
-    """SHA-256 over every kernel source file: the identity of the compiled code."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+from kvkernels.cpu.kernels.stamp import source_stamp
 
 
 def _restamp(compiled):

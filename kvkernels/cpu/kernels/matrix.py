@@ -11,6 +11,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvkernels.cpu.ahead import runtime as ahead
+from kvkernels.cpu.ahead.signatures import matrix_name
+from kvkernels.cpu.kernels.address import call_address
 from kvkernels.cpu.kernels.jit import callback
 from kvkernels.cpu.kernels.simd import F32, F32V, LANES, fma_value, load_value, splat_value
 
@@ -72,9 +75,8 @@ def _rows_times(_, m, act, out, n_out, n_red, m_stride, act_stride, out_stride, 
 _keep_alive = []  # type: ignore[var-annotated]
 
 
-@cache
-def matrix_address(rows, half):
-    """Address of the micro-kernel for that many rows; ``half``: the matrix is fp16, else float32.
+def matrix_kernel(rows, half):
+    """The compiled micro-kernel for that many rows; ``half``: the matrix is fp16, else float32.
 
     C signature: ``void(const void *m, const float *act, float *out, int64 n_out, int64 n_red, int64
     m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 64, strides in elements.
@@ -84,8 +86,18 @@ def matrix_address(rows, half):
     def rows_times(m, act, out, n_out, n_red, m_stride, act_stride, out_stride):
         _rows_times(m, act, out, n_out, n_red, m_stride, act_stride, out_stride, rows, half)
 
-    _keep_alive.append(rows_times)
-    return rows_times.address
+    return rows_times
+
+
+@cache
+def matrix_address(rows, half, isa):
+    """Address of a micro-kernel: from the shipped bundle of ``isa``, else compiled now."""
+
+    def compiled():
+        _keep_alive.append(matrix_kernel(rows, half))
+        return _keep_alive[-1].address
+
+    return ahead.address(isa, matrix_name(rows, half), compiled)
 
 
 @intrinsic
@@ -97,16 +109,7 @@ def call_matrix(
     """
 
     def codegen(context, builder, sig, args):
-        def pointer(position, kind):
-            array = context.make_array(sig.args[position])(context, builder, args[position])
-            at = builder.gep(array.data, [args[position + 1]])
-            return builder.bitcast(at, kind.as_pointer())
-
-        kinds = [_I8, F32, F32]
-        kind = ir.FunctionType(ir.VoidType(), [k.as_pointer() for k in kinds] + [_I64] * 5)
-        function = builder.inttoptr(args[0], kind.as_pointer())
-        values = [pointer(1 + 2 * i, k) for i, k in enumerate(kinds)]
-        builder.call(function, [*values, *args[7:]])
+        call_address(context, builder, sig, args, (_I8, F32, F32))
         return context.get_dummy_value()
 
     i64 = types.int64

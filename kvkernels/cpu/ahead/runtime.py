@@ -1,0 +1,163 @@
+"""Load a bundle: IR text to machine code, and the call that Numba's own wrapper would make."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from io import BytesIO
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+
+from kvkernels.cpu.ahead.signatures import SIGNATURES
+from kvkernels.cpu.kernels.stamp import source_stamp
+
+FORMAT = 1
+
+# What compiled code asks of Numba's runtime: memory for np.empty. Layout of the header: reference
+# count, destructor, its argument, data, size.
+_RUNTIME = """
+declare ptr @malloc(i64)
+declare void @free(ptr)
+define ptr @NRT_MemInfo_alloc_aligned(i64 %size, i32 %align) {
+  %a = zext i32 %align to i64
+  %head = add i64 %a, 64
+  %all = add i64 %size, %head
+  %info = call ptr @malloc(i64 %all)
+  %base = ptrtoint ptr %info to i64
+  %after = add i64 %base, %head
+  %mask = sub i64 0, %a
+  %where = and i64 %after, %mask
+  %data = inttoptr i64 %where to ptr
+  store i64 1, ptr %info
+  %f1 = getelementptr i64, ptr %info, i64 1
+  store ptr null, ptr %f1
+  %f2 = getelementptr i64, ptr %info, i64 2
+  store ptr null, ptr %f2
+  %f3 = getelementptr i64, ptr %info, i64 3
+  store ptr %data, ptr %f3
+  %f4 = getelementptr i64, ptr %info, i64 4
+  store i64 %size, ptr %f4
+  ret ptr %info
+}
+define void @NRT_MemInfo_call_dtor(ptr %info) {
+  call void @free(ptr %info)
+  ret void
+}
+define void @NRT_Free(ptr %memory) {
+  call void @free(ptr %memory)
+  ret void
+}
+"""
+
+
+class Bundle:
+    """The kernels of one instruction set. ``address`` compiles a kernel on its first use."""
+
+    def __init__(self, data: bytes) -> None:
+        import llvmlite.binding as llvm
+
+        self._zip = ZipFile(BytesIO(data))
+        self.manifest = json.loads(self._zip.read("manifest.json"))
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        self._llvm = llvm
+        self._machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(),
+            features=llvm.get_host_cpu_features().flatten(),
+            opt=2,
+            jit=True,
+        )
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(_RUNTIME), self._machine)
+        self._engine.finalize_object()
+        self._addresses: dict[str, int] = {}
+
+    @property
+    def usable(self) -> bool:
+        """Whether it was made from the sources beside it."""
+        made = (self.manifest["format"], self.manifest["sources"])
+        return made == (FORMAT, source_stamp())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest["kernels"]
+
+    def address(self, name: str) -> int:
+        """Address of a kernel's machine code."""
+        if name not in self._addresses:
+            module = self._llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
+            self._engine.add_module(module)
+            self._engine.finalize_object()
+            symbol = self.manifest["kernels"][name]
+            self._addresses[name] = int(self._engine.get_function_address(symbol))
+        return self._addresses[name]
+
+
+@cache
+def bundle(isa: str) -> Bundle | None:
+    """The bundle for an instruction set, or None when Numba has to compile."""
+    try:
+        data = (resources.files("kvkernels.cpu.ahead") / f"{isa}.zip").read_bytes()
+        found = Bundle(data)
+    except (OSError, BadZipFile, KeyError, ValueError, RuntimeError):
+        return None  # absent, or not for this llvmlite
+    return found if found.usable else None
+
+
+class AheadKernel:
+    """Callable like the Numba function it was made from."""
+
+    def __init__(self, name: str, address: int) -> None:
+        self.name = name
+        self._arrays = ["*" in kind for kind in SIGNATURES[name]]
+        self._floats = [kind == "float" for kind in SIGNATURES[name]]
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+    def __call__(self, *args: Any) -> int:
+        slots = [0]
+        for is_array, is_float, value in zip(self._arrays, self._floats, args, strict=True):
+            if is_array:
+                slots.append(_address_of(value))
+                slots += value.shape
+            elif is_float:
+                slots.append(int(np.float32(value).view(np.int32)))
+            else:
+                slots.append(int(value))
+        packed = (ctypes.c_int64 * len(slots))(*slots)
+        self._call(packed)
+        return int(packed[0])
+
+
+_NO_BYTES = ctypes.c_char * 0
+
+
+def _address_of(array: Any) -> int:
+    try:  # several times quicker than asking the array, but only for what may be written
+        return ctypes.addressof(_NO_BYTES.from_buffer(array))
+    except (TypeError, ValueError):
+        return int(array.ctypes.data)
+
+
+def kernel(isa: str, name: str, compiled: Callable[[], Any]) -> Any:
+    """The kernel from the bundle of ``isa``, or what ``compiled()`` gives: the Numba function."""
+    found = bundle(isa)
+    if found is None or name not in found:
+        return compiled()
+    try:
+        return AheadKernel(name, found.address(name))
+    except RuntimeError:  # IR that this LLVM cannot read
+        return compiled()
+
+
+def address(isa: str, name: str, compiled: Callable[[], int]) -> int:
+    """Address of a micro-kernel, from the bundle or from ``compiled()``."""
+    found = bundle(isa)
+    if found is None or name not in found:
+        return compiled()
+    try:
+        return found.address(name)
+    except RuntimeError:
+        return compiled()
