@@ -64,10 +64,7 @@ def layer(bits: int = 4, gqa: int = GQA) -> LayerSpec:
 
 def device(threads: int) -> Device:
     """The CPU with so many threads."""
-    from kvkernels.cpu.device import CpuDevice
-
-    opened: Device = CpuDevice(open_device("cpu:0").caps, n_threads=threads)
-    return opened
+    return open_device("cpu:0", n_threads=threads)
 
 
 def own_rows(plan: Plan, rows: Rows, n_kv: int) -> Iterator[tuple[peers.Row, F64, int]]:
