@@ -14,7 +14,6 @@ from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.workload import Rows, store
 from kvkernels.cpu import reference
-from kvkernels.cpu.kernels.codec import seal_head
 from kvkernels.errors import KvkError
 from kvkernels.op import GROUP, LayerSpec
 from kvkernels.planner import Limits, plan
@@ -26,6 +25,8 @@ _ENCODERS = ("published", "aware")
 
 def run(device: Device, quick: bool) -> Iterator[Result]:
     """The kernel alone for both sides, then the tiles of a real commit."""
+    from kvkernels.cpu.kernels.codec import seal_head
+
     effort = Effort(rounds=5 if quick else 15, least_s=0.005)
     rows = fill.period(_layer("published"))
     tiles = {}
@@ -39,7 +40,10 @@ def run(device: Device, quick: bool) -> Iterator[Result]:
             yield replace(base, outcome="wrong", note="bytes differ from the reference")
             continue
         tiles[side] = (base, tile, out)
-    calls = {side.value: _seal(tile, side is Side.V, out) for side, (_, tile, out) in tiles.items()}
+    calls = {
+        side.value: _seal(seal_head, tile, side is Side.V, out)
+        for side, (_, tile, out) in tiles.items()
+    }
     samples = measure(calls, effort)
     for side, (base, _, _) in tiles.items():
         yield _timed(base, samples[side.value], 1)
@@ -59,8 +63,8 @@ def _layer(encoder: str) -> LayerSpec:
     return LayerSpec(n_head=32, n_kv_head=_HEADS, head_dim=_DIM, k=name, v=name, encoder=encoder)
 
 
-def _seal(tile: Any, is_value: bool, out: Any) -> Any:
-    return lambda: seal_head(tile, is_value, _BITS, out)
+def _seal(seal: Any, tile: Any, is_value: bool, out: Any) -> Any:
+    return lambda: seal(tile, is_value, _BITS, out)
 
 
 def _commit(device: Device, encoder: str, rows: Rows) -> Any:

@@ -108,9 +108,11 @@ def plot(lines: list[Line], target: Path, about: str) -> None:
         ) from None
     points: dict[int, dict[str, list[tuple[int, float]]]] = {}
     for x in lines:
-        if x["case"].startswith("peers/decode-") and x["value"]:
+        if x["case"].startswith("peers/decode-") and x["baseline_min_s"]:
             n, t = (int(p) for p in x["case"].partition("-n")[2].split("-t"))
-            points.setdefault(t, {}).setdefault(x["baseline"], []).append((n, x["value"] * 1e3))
+            points.setdefault(t, {}).setdefault(x["baseline"], []).append(
+                (n, x["baseline_min_s"] * 1e3)
+            )
     count = max(1, len(points))
     figure, axes = pyplot.subplots(
         1, count, figsize=(4 + 5.2 * count, 6.4), sharey=True, squeeze=False
@@ -131,7 +133,7 @@ def plot(lines: list[Line], target: Path, about: str) -> None:
         axis.set_title(f"{threads} thread{'s' if threads > 1 else ''}")
         axis.grid(True, which="major", alpha=0.3)
     state = "warm" if any("decode-warm" in x["case"] for x in lines) else "cold"
-    axes[0][0].set_ylabel(f"one decode step, ms (median, caches {state})")
+    axes[0][0].set_ylabel(f"one decode step, ms (best round, caches {state})")
     steps = [0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000]
     low, high = axes[0][0].get_ylim()
     shown_steps = [s for s in steps if low <= s <= high]

@@ -49,7 +49,8 @@ def read(text: str) -> list[Line]:
 class Floor:
     """A required number: ``kind`` of the first of ``rows`` that was measured in ``case``.
 
-    ratio: row's time / ours; inverse: ours / row's time; value: seconds; error: relative.
+    ratio: row's time / ours, or / that of the first of ``over``; inverse: ours / row's time; value:
+    seconds; error: relative.
     """
 
     text: str
@@ -58,6 +59,7 @@ class Floor:
     kind: str
     least: float | None = None
     most: float | None = None
+    over: tuple[str, ...] = ()
 
     def check(self, found: Mapping[tuple[str, str], Line]) -> Line:
         """One line: ok, miss, or info when it was not measured."""
@@ -72,14 +74,15 @@ class Floor:
             "outcome": "info",
             "note": "not measured",
         }
-        line = next(
-            (x for row in self.rows if (x := found.get((self.case, row))) and self._of(x)), None
-        )
-        if line is None:
-            lost = found.get((self.case, self.rows[0]), {})
+        line, other = self._first(found, self.rows), self._first(found, self.over)
+        if line is None or (self.over and other is None):
+            lost = found.get((self.case, (self.over if line else self.rows)[0]), {})
             return made | {"note": lost.get("note") or "not measured"}
         value, best = self._of(line), self._of(line, "ratio_of_minima")
         assert value is not None
+        if other is not None:
+            value /= other["ratio"]
+            best = best / other["ratio_of_minima"] if best else None
         return made | {
             "baseline": line["baseline"],
             "value": value,
@@ -89,6 +92,10 @@ class Floor:
             if best is None or self._holds(best) == self._holds(value)
             else f"best rounds say {'ok' if self._holds(best) else 'miss'}",
         }
+
+    def _first(self, found: Mapping[tuple[str, str], Line], rows: tuple[str, ...]) -> Line | None:
+        lines = (found.get((self.case, row)) for row in rows)
+        return next((x for x in lines if x and self._of(x)), None)
 
     def _of(self, line: Line, ratio: str = "ratio") -> float | None:
         number = {
@@ -124,6 +131,7 @@ def _decode_floors(n: int, t: int) -> list[Floor]:
     case = f"peers/decode-n{n}-t{t}"
     made = [
         Floor("ours / C with intrinsics", case, C_ROWS, "inverse", most=1.2),
+        Floor("our launch / C", case, (f"{OWN}-launch",), "ratio", most=1.2, over=C_ROWS),
         Floor("error, int16", case, (f"{OWN}-int16",), "error", most=5e-4),
         Floor("error, int8 PV", case, (OWN,), "error", most=1.5e-2),
     ]

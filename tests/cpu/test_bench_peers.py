@@ -152,7 +152,15 @@ def line(case: str, baseline: str, **values: Any) -> dict[str, Any]:
 
 RUN = [
     line("decode-n4096-t1", contest.OWN, value=1e-3, ratio=1.0, baseline_error=2e-2),
-    line("decode-n4096-t1", "torch-bf16-folded", value=5e-3, ratio=5.0, ratio_of_minima=3.0),
+    line(
+        "decode-n4096-t1",
+        "torch-bf16-folded",
+        value=5e-3,
+        ratio=5.0,
+        ratio_of_minima=3.0,
+        baseline_min_s=3e-3,
+    ),
+    line("decode-n4096-t1", f"{contest.OWN}-launch", value=9e-4, ratio=0.9, ratio_of_minima=0.4),
     line("decode-n4096-t1", "c-avx2-i16", value=1e-3, ratio=0.5, ratio_of_minima=0.5),
     line("decode-n4096-t1", "hf-hqq-4bit", note="not installed: pip install hqq"),
     line("decode-n32768-t1", "torch-bf16-folded", value=5e-3, ratio=5.0),
@@ -168,6 +176,9 @@ def test_required_ratios() -> None:
     assert found[large, "torch-bf16-folded / ours >= 6"]["outcome"] == "miss"
     in_c = found[small, "ours / C with intrinsics <= 1.2"]
     assert (in_c["baseline"], in_c["value"], in_c["outcome"]) == ("c-avx2-i16", 2.0, "miss")
+    launch = found[small, "our launch / C <= 1.2"]
+    assert (launch["value"], launch["by_minima"], launch["outcome"]) == (1.8, 0.8, "miss")
+    assert found[large, "our launch / C <= 1.2"]["outcome"] == "info"
     assert found[small, "error, int8 PV <= 0.015"]["outcome"] == "miss"
     lost = found[small, "hf-hqq-4bit / ours >= 25"]
     assert (lost["outcome"], lost["note"]) == ("info", "not installed: pip install hqq")
