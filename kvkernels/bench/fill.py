@@ -83,6 +83,11 @@ class Filled:
 
         return call
 
+    def last_rows(self, n: int) -> Rows:
+        """Keys and values of the first ``n`` rows, and the query of the last of them alone."""
+        q = _taken(self.rows.q, n - 1, 1)
+        return Rows(q, _taken(self.rows.k, 0, n), _taken(self.rows.v, 0, n))
+
     def past_call(self, n_q: int) -> Callable[[], F32]:
         """Attention of ``n_q`` rows over the past alone, all of it visible to every row."""
         device, entry, op, call = self._launch(n_q)
