@@ -24,6 +24,8 @@ class Effort:
     least_s: float = 0.01
     warmup: int = 2
     cold: bool = False
+    rest_s: float = 0.0  # pause before every cold call, in which threads that spin go to sleep
+    long_s: float = float("inf")  # a cold call that takes longer is timed in a third of the rounds
 
 
 QUICK = Effort(rounds=5, least_s=0.002, warmup=1)
@@ -72,7 +74,7 @@ class ColdCache:
     """Reads more than the last-level cache holds, so that the next call finds it empty of ours."""
 
     def __init__(self) -> None:
-        self._buffer = np.ones(2 * l3_bytes() // 8)
+        self._buffer = np.ones(3 * l3_bytes() // 8)
 
     def flush(self) -> None:
         """Read the whole buffer."""
@@ -92,6 +94,15 @@ def _loops(call: Call, least_s: float) -> int:
         loops = max(loops + 1, min(loops * 16, int(loops * 1.2 * least_s / max(taken, 1e-9))))
 
 
+def _warm(call: Call, times: int) -> float:
+    taken = 0.0
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        taken = time.perf_counter() - start
+    return taken
+
+
 def measure(calls: Mapping[str, Call], effort: Effort | None = None) -> dict[str, Sample]:
     """Time several callables in interleaved rounds, each round beginning with another of them.
 
@@ -99,17 +110,19 @@ def measure(calls: Mapping[str, Call], effort: Effort | None = None) -> dict[str
     With ``cold`` every call is timed alone after the caches were emptied.
     """
     effort = effort or Effort()
-    for call in calls.values():
-        for _ in range(effort.warmup):
-            call()
+    takes = {name: _warm(call, effort.warmup) for name, call in calls.items()}
     cache = ColdCache() if effort.cold else None
     loops = {n: 1 if cache else _loops(call, effort.least_s) for n, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
-    for _ in range(effort.rounds):
+    few = max(3, effort.rounds // 3)
+    for turn in range(effort.rounds):
         for name in order:
             call, count = calls[name], range(loops[name])
+            if cache and turn >= few and takes[name] > effort.long_s:
+                continue
             if cache:
+                time.sleep(effort.rest_s)
                 cache.flush()
             start = time.perf_counter()
             for _ in count:

@@ -38,9 +38,10 @@ class Sample:
 def paired_ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
     """Median over rounds of baseline / own: above 1 means that own is quicker.
 
-    Both were timed in the same round, so a machine that slows down slows down both.
+    Both were timed in the same round, so a machine that slows down slows down both. When one was
+    timed in the first rounds only, those count.
     """
-    return statistics.median(b / o for b, o in zip(baseline, own, strict=True))
+    return statistics.median(b / o for b, o in zip(baseline, own, strict=False))
 
 
 def verdict(before: tuple[float, float], after: tuple[float, float]) -> str:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from kvkernels.backend import Device
-from kvkernels.bench import footprint, overhead
+from kvkernels.bench import contest, fill, footprint, overhead, yardstick
 from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.stats import paired_ratio
@@ -35,6 +35,7 @@ TOLERANCE = 1e-4  # relative RMS against float64; float32 sums stay far below
 # attention averages them away and the rounding stays. At 4 bits the codec itself loses 10 %.
 AUTO_TOLERANCE = 3e-2
 COMMIT_TARGET_S = 0.040
+_REAL_FILL = 8192  # longer caches are filled by copying records of one period
 Run = Callable[[Device, Effort], Iterator[Result]]
 
 
@@ -72,13 +73,18 @@ def _decode(k_bits: int, v_bits: int, n_kv: int, *, compared: bool) -> Run:
 
     def run(device: Device, effort: Effort) -> Iterator[Result]:
         spec, past = _spec(k_bits, v_bits), n_kv - 1
-        rows = random_rows(spec, n_kv)
-        cache = filled(spec, device, rows, past)
-        once = _attend_once(cache, rows, past)
-        seen_k, seen_v = decoded(cache, rows)
-        keys = np.concatenate([seen_k, rows.k[past:].astype(np.float64)])
-        values = np.concatenate([seen_v, rows.v[past:].astype(np.float64)])
-        expected = attend64(spec, rows.q[past], keys, values)
+        if n_kv > _REAL_FILL:
+            made = fill.repeated(spec, device, fill.period(spec), past)
+            cache, once, expected = made.cache, made.once(), made.expected()[0]
+            rows = made.last_rows(n_kv)
+        else:
+            rows = random_rows(spec, n_kv)
+            cache = filled(spec, device, rows, past)
+            once = _attend_once(cache, rows, past)
+            seen_k, seen_v = decoded(cache, rows)
+            keys = np.concatenate([seen_k, rows.k[past:].astype(np.float64)])
+            values = np.concatenate([seen_v, rows.v[past:].astype(np.float64)])
+            expected = attend64(spec, rows.q[-1], keys, values)
         error = relative_error(once()[0], expected)
         decision = cache.plan.explain(0, n_q=1, n_kv=n_kv)
         base = Result(
@@ -89,11 +95,11 @@ def _decode(k_bits: int, v_bits: int, n_kv: int, *, compared: bool) -> Run:
             error=error,
         )
         calls: dict[str, Callable[[], np.ndarray]] = {"own": once}
-        calls["numpy-f32"] = numpy_step(spec, rows.q[past], rows.k, rows.v)
+        calls["numpy-f32"] = numpy_step(spec, rows.q[-1], rows.k, rows.v)
         calls["numpy-f16"] = numpy_step(
-            spec, rows.q[past], rows.k.astype(np.float16), rows.v.astype(np.float16)
+            spec, rows.q[-1], rows.k.astype(np.float16), rows.v.astype(np.float16)
         )
-        exact = attend64(spec, rows.q[past], rows.k.astype(float), rows.v.astype(float))
+        exact = attend64(spec, rows.q[-1], rows.k.astype(float), rows.v.astype(float))
         limits = {"own": (expected, AUTO_TOLERANCE), "numpy-f32": (exact, TOLERANCE)}
         limits["numpy-f16"] = (exact, 3e-3)
         if compared:
@@ -188,12 +194,52 @@ def _wrong_records(cache: Cache, rows: Rows, bits: int) -> str:
     return ""
 
 
+def _yardstick(device: Device, effort: Effort) -> Iterator[Result]:
+    """One thread against the same algorithm in C, the quicker of its builds."""
+    alone, rows = contest.device(1), fill.period(contest.layer())
+    made = fill.repeated(contest.layer(), alone, rows, 4095)
+    base = Result(case="yardstick/k4v4-n4096-t1", device=alone.caps.id, baseline="c")
+    base = replace(base, entry="cpu/attend_decode", route="native")
+    builds = [b for b in yardstick.BUILDS if not isinstance(yardstick.library(b), str)]
+    if not builds:
+        yield replace(base, note=str(yardstick.library("c-avx2")))
+        return
+    records = yardstick.whole_groups(made.cache, 4096)
+    q = np.ascontiguousarray(rows.q[4095 % fill.PERIOD])
+    expected = {"own": made.expected()[0]}
+    expected["c"] = fill.attend_heads(contest.layer(), q[None], records.heads())[0]
+    calls = {"own": made.once(), "c": yardstick.decode_call(builds[-1], records, q, 1)}
+    for name, wanted in expected.items():
+        gap = relative_error(calls[name]().reshape(wanted.shape), wanted)
+        if not gap <= AUTO_TOLERANCE:
+            yield replace(base, outcome="wrong", note=f"{name} is off by {gap:.2e}; not timed")
+            return
+        base = replace(base, error=gap if name == "own" else base.error)
+    samples = measure(calls, effort)
+    own, other = samples["own"], samples["c"]
+    ratio = paired_ratio(other.seconds, own.seconds)
+    yield replace(
+        base,
+        median_s=own.median_s,
+        iqr_s=own.iqr_s,
+        min_s=own.min_s,
+        ratio=ratio,
+        ratio_of_minima=other.min_s / own.min_s,
+        value=other.median_s,
+        unit="s (baseline)",
+        target="ratio >= 0.83 (at most 1.2 times as long as C)",
+        outcome="ok" if ratio >= 1 / 1.2 else "miss",
+        note=f"{builds[-1]}, int16 QK^T, whole groups from records",
+    )
+
+
 def _benches() -> Iterator[Bench]:
     for bits in (4, *(b for b in KVARN_BITS.values() if b != 4)):
         for n_kv in (4096, 32768):
             run = _decode(bits, bits, n_kv, compared=n_kv == 4096)
             name = f"decode/k{bits}v{bits}/{n_kv}"
             yield Bench(name, run, quick=(bits, n_kv) == (4, 4096))
+    yield Bench("yardstick/k4v4/4096", _yardstick, quick=True)
     for bits in KVARN_BITS.values():
         yield Bench(f"commit/k{bits}v{bits}", _commit(bits), quick=bits == 4)
     yield Bench("overhead/attend", overhead.run, quick=True)

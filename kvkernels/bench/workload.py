@@ -114,9 +114,11 @@ def decoded(
 def attend64(spec: LayerSpec, q: F32, k: F64, v: F64) -> F64:
     """Attention of one row over all rows in float64: q [n_head, D], k and v [n, n_kv_head, D]."""
     grouped = q.astype(np.float64).reshape(spec.n_kv_head, spec.gqa, spec.head_dim)
-    scores = grouped @ k.transpose(1, 2, 0) * spec.scale
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    out: F64 = (p / p.sum(-1, keepdims=True)) @ v.transpose(1, 0, 2)
+    out = np.empty_like(grouped)
+    for h, rows in enumerate(grouped):  # contiguous heads: strided float64 products take ages
+        scores = rows @ np.ascontiguousarray(k[:, h]).T * spec.scale
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out[h] = (p / p.sum(-1, keepdims=True)) @ np.ascontiguousarray(v[:, h])
     return out.reshape(spec.n_head, spec.head_dim)
 
 
@@ -127,7 +129,7 @@ def relative_error(found: NDArray[Any], expected: NDArray[Any]) -> float:
 
 
 def numpy_step(
-    spec: LayerSpec, q: F32, k: NDArray[Any], v: NDArray[Any]
+    spec: LayerSpec, q: F32, k: NDArray[Any], v: NDArray[Any], threads: int | None = None
 ) -> Callable[[], NDArray[np.float32]]:
     """The quickest decode step in NumPy that we know over a ready cache, k and v [n, n_kv_head, D]
     stored as given; which one it is, is tried out here and now.
@@ -145,7 +147,8 @@ def numpy_step(
     rows = max(64, min(_WIDE_ROWS, _BLAS_ALONE // (spec.gqa * spec.head_dim)))
     blocks = [(a, min(n, a + rows)) for a in range(0, n, rows)]
     narrow = keys.dtype != np.float32
-    pool = ThreadPoolExecutor(available_threads())
+    workers = threads or available_threads()
+    pool = ThreadPoolExecutor(workers)
 
     def batched() -> F32:
         out: F32 = _softmax(grouped @ keys.transpose(0, 2, 1)) @ values
@@ -174,7 +177,9 @@ def numpy_step(
             pass
         return out.reshape(spec.n_head, spec.head_dim)
 
-    known = [serial, threaded] if narrow else [batched, serial, threaded]
+    known = [serial] if narrow else [batched, serial]
+    if workers > 1:
+        known.append(threaded)
     return min(known, key=_best_of_five)
 
 

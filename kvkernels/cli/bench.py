@@ -9,11 +9,15 @@ import click
 from rich.markup import escape
 from rich.progress import Progress
 
+from kvkernels.bench import pages, tournament
+from kvkernels.bench.contest import Plan
 from kvkernels.bench.measure import QUICK, Effort, Load, machine_load
 from kvkernels.bench.report import Guards, Result, compare, read_lines, shown
 from kvkernels.bench.suites import BENCHES, Bench, select
+from kvkernels.bench.tournament import read
 from kvkernels.cli import FAILED
 from kvkernels.cli.output import emit, stderr, stdout, table
+from kvkernels.cpu.pool import available_threads
 from kvkernels.errors import InputError
 from kvkernels.registry import open_device
 
@@ -21,6 +25,7 @@ _GUARDS = Path("bench/guards.toml")
 _RETRIES = 2
 _BUSY = 1.3
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
@@ -39,6 +44,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     show_default=True,
     help="The file of least ratios.",
 )
+@click.option("--peers", is_flag=True, help="Everything installed here, in one interleaved run.")
+@click.option("--threads", default="", metavar="N,N", help="With --peers: thread counts.")
+@click.option("--n-kv", default="", metavar="N,N", help="With --peers: tokens in the cache.")
+@click.option("--warm", is_flag=True, help="With --peers: leave the processor's caches alone.")
+@click.option("--markdown", type=_OUT, metavar="FILE", help="With --peers: tables as Markdown.")
+@click.option("--plot", type=_OUT, metavar="FILE", help="With --peers: a picture (matplotlib).")
+@click.option("--from", "earlier", type=_FILE, help="With --peers: an earlier --json run.")
 def bench(
     device: str,
     pattern: str | None,
@@ -49,6 +61,13 @@ def bench(
     pair: tuple[Path, Path] | None,
     guard: bool,
     guards: Path,
+    peers: bool,
+    threads: str,
+    n_kv: str,
+    warm: bool,
+    markdown: Path | None,
+    plot: Path | None,
+    earlier: Path | None,
 ) -> None:
     """Time the kernels against baselines on this machine.
 
@@ -58,6 +77,14 @@ def bench(
     context = click.get_current_context()
     if pair:
         _compare(*pair, as_json)
+        return
+    if peers:
+        plans = [
+            Plan(t, _numbers(n_kv) or ((4096,) if quick else (4096, 32768)), quick, not warm)
+            for t in _numbers(threads) or sorted({1, available_threads()})
+        ]
+        lines = read(earlier.read_text(encoding="utf-8")) if earlier else _peers(plans)
+        _show_peers(lines, as_json, markdown, plot)
         return
     chosen = select(pattern, quick=quick)
     if list_only:
@@ -73,22 +100,22 @@ def bench(
     effort = Effort(base.rounds, base.least_s, base.warmup, cold)
     # With a guard a line may still be measured again, so it is printed at the end.
     at_once = as_json and not guard
-    lines = _run(chosen, device, effort, at_once=at_once)
-    broken = limits.broken(x.result for x in lines)
+    timed = _run(chosen, device, effort, at_once=at_once)
+    broken = limits.broken(x.result for x in timed)
     for _ in range(_RETRIES):
         if not broken:
             break
         names = {name.partition(" vs ")[0] for name, _, _ in broken}
-        again = list({x.bench.id: x.bench for x in lines if x.result.case in names}.values())
+        again = list({x.bench.id: x.bench for x in timed if x.result.case in names}.values())
         stderr().print(f"guards broken: {len(broken)}; timing those again")
-        lines = [x for x in lines if x.bench not in again] + _run(again, device, effort)
-        broken = limits.broken(x.result for x in lines)
-    results = [x.result for x in lines]
+        timed = [x for x in timed if x.bench not in again] + _run(again, device, effort)
+        broken = limits.broken(x.result for x in timed)
+    results = [x.result for x in timed]
     if as_json:
-        for x in [] if at_once else lines:
+        for x in [] if at_once else timed:
             x.emit()
     else:
-        _show(results, lines[0].before, lines[-1].after)
+        _show(results, timed[0].before, timed[-1].after)
     for name, least, found in broken:
         stderr().print(f"guard broken: {escape(name)}: ratio {found:.3f}, least {least:.3f}")
     unmatched = limits.unmatched(results) if pattern is None and not quick else []
@@ -132,6 +159,44 @@ def _run(
     if not lines:
         raise InputError("bench", found="no result", needed="at least one")
     return lines
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [x.strip() for x in text.split(",") if x.strip()]
+    if not all(x.isdecimal() and int(x) > 0 for x in parts):
+        raise InputError("bench --peers", found=repr(text), needed="whole numbers, as in 1,2")
+    return tuple(int(x) for x in parts)
+
+
+def _peers(plans: list[Plan]) -> list[tournament.Line]:
+    lines = []
+    for plan in plans:
+        if any(n < 1024 or n % 128 for n in plan.n_kv):
+            raise InputError("--n-kv", found=plan.n_kv, needed="multiples of 128, at least 1024")
+        stderr().print(f"{plan.threads} thread(s): {', '.join(map(str, plan.n_kv))} tokens")
+        lines += tournament.measured(plan)
+    return lines
+
+
+def _show_peers(
+    lines: list[tournament.Line], as_json: bool, markdown: Path | None, plot: Path | None
+) -> None:
+    about = [pages.cpu_name(), pages.versions()]
+    text = pages.markdown(lines, about)
+    for target, kind in ((markdown, "markdown"), (plot, "plot")):
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if kind == "plot":
+                pages.plot(lines, target, about[0])
+            else:
+                target.write_text(text, encoding="utf-8")
+    if as_json:
+        for line in [*lines, *tournament.floors(lines)]:
+            emit(line)
+    else:
+        click.echo(text)
+    if tournament.wrong(lines):
+        click.get_current_context().exit(FAILED)
 
 
 def _show(results: list[Result], first: Load, last: Load) -> None:

@@ -91,8 +91,8 @@ def test_the_guard_file_guards_cases_that_exist() -> None:
     guards = Guards.read(Path(__file__).parents[2] / "bench" / "guards.toml")
     for name in guards.least:
         case, _, _ = name.partition(" vs ")
-        kind, size = case.split("/")[1].split("-")[0], case.rpartition("n")[2]
-        assert f"decode/{kind}/{size}" in {b.id for b in suites.BENCHES}
+        kind, size = case.split("/")[1].split("-")[0], case.partition("n4096")[1][1:] or "32768"
+        assert f"{case.split('/')[0]}/{kind}/{size}" in {b.id for b in suites.BENCHES}
 
 
 @pytest.mark.parametrize("text", ["", "[ratio]\n", "[ratio]\na = 'x'\n", "]"])
@@ -143,6 +143,19 @@ def test_the_quick_list_runs_and_every_line_has_the_schema() -> None:
     assert all(0 <= line["error"] < 3e-2 for line in decode.values())
     commit = next(line for line in found if line["case"].startswith("commit/"))
     assert (commit["entry"], commit["route"], commit["error"]) == ("cpu/commit", "native", 0.0)
+
+
+@pytest.mark.slow
+def test_the_guards_hold_on_this_machine() -> None:
+    done = kvk("--quick", "--guard")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_a_guard_for_what_a_machine_lacks_is_no_mistake() -> None:
+    guards = Guards({"c vs b": 2.0})
+    lost = BenchResult(case="c", device="cpu:0", baseline="b", note="no C compiler")
+    assert guards.unmatched([lost]) == []
+    assert guards.broken([lost]) == []
 
 
 def test_a_wrong_result_is_not_timed_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
