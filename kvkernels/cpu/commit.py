@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.calls import CommitCall, GroupWrite, MaterializeCall
-from kvkernels.cpu.kernels.codec import rotate_rows, rotate_rows_to_half, seal_head
+from kvkernels.cpu.kernels.codec import rotate_rows, rotate_rows_to_half, seal_head, seal_workspace
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.cpu.window import materialize_head
@@ -77,9 +77,9 @@ def _seal(
     failed: list[int] = []
 
     def work(start: int, stop: int) -> None:
+        work = seal_workspace()
         for h in range(start, stop):
-            tile = tiles[h] if side is Side.V else np.ascontiguousarray(tiles[h].T)
-            if seal_head(tile, side is Side.V, bits, target[h]):
+            if seal_head(tiles[h].reshape(-1), side is Side.V, bits, *work, target[h]):
                 failed.append(h)
 
     pool.ranges(work, len(tiles))

@@ -6,7 +6,7 @@ Arrays are C-contiguous; fp16 travels as ``uint16`` bits; ``bits`` is one of 2, 
 
 from kvkernels.cpu.kernels.lines import decode_groups, decode_head
 from kvkernels.cpu.kernels.rotate import first_nonfinite, rotate_rows, rotate_rows_to_half
-from kvkernels.cpu.kernels.seal import seal_groups, seal_head
+from kvkernels.cpu.kernels.seal import seal_head, seal_workspace
 
 __all__ = [
     "decode_groups",
@@ -14,6 +14,6 @@ __all__ = [
     "first_nonfinite",
     "rotate_rows",
     "rotate_rows_to_half",
-    "seal_groups",
     "seal_head",
+    "seal_workspace",
 ]
