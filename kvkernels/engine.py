@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.arguments import by_sequence, check_bias, check_rows, check_sink_logits
+from kvkernels.arguments import (
+    by_sequence,
+    check_bias,
+    check_query_moment,
+    check_rows,
+    check_sink_logits,
+)
 from kvkernels.backend import Device
 from kvkernels.calls import (
     AttendCall,
@@ -30,7 +36,7 @@ from kvkernels.calls import (
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
-from kvkernels.planner import attend_op
+from kvkernels.planner import attend_op, commit_op
 from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
@@ -60,9 +66,23 @@ def _decided(device: Device, op: AttentionOp, policy: Policy | None = None) -> s
     return str(decision.entry)
 
 
-def encode(k: Any, v: Any, spec: LayerSpec, *, device: Device | str = "cpu:0") -> Records:
+def encode(
+    k: Any,
+    v: Any,
+    spec: LayerSpec,
+    *,
+    q: Any = None,
+    query_moment: Any = None,
+    first_group: int = 0,
+    device: Device | str = "cpu:0",
+) -> Records:
     """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line-layout
-    records.
+    records, by ``spec.encoder``.
+
+    The aware encoder needs the queries of the same rows, ``q`` [n * 128, n_head, D], or
+    ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated queries; the published one
+    takes neither into account. ``first_group``: where in its sequence the first group stands; the
+    one that holds a sequence's first token keeps the range of its keys at any width.
 
     Raises InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
     """
@@ -72,22 +92,32 @@ def encode(k: Any, v: Any, spec: LayerSpec, *, device: Device | str = "cpu:0") -
         raise InputError(
             "k", found=f"{n} rows", needed=f"a multiple of {GROUP}, at least one group"
         )
-    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT)
+    source = "rows" if q is not None else "none" if query_moment is None else "moment"
+    if spec.encoder != "aware":
+        source, q, query_moment = "none", None, None
+    op = commit_op(spec, device.caps.id, n, source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
     rows_k = check_rows(device, "k", k, shape, stored=True)
     rows_v = check_rows(device, "v", v, shape, stored=True)
+    rows_q = None
+    if source == "rows":
+        shape = (n, spec.n_head, spec.head_dim)
+        rows_q = check_rows(device, "q", q, shape, stored=True).array
     groups = n // GROUP
     pools = [
         np.zeros((spec.n_kv_head, groups, head_layout(spec, side).nbytes), np.uint8)
         for side in Side
     ]
-    writes = tuple(GroupWrite(g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups))
-    device.run(
-        entry,
-        op,
-        CommitCall(spec, _buffers(spec, *pools), writes, rows_k.array, rows_v.array, None),
+    writes = tuple(
+        GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups)
     )
+    buffers = _buffers(spec, *pools)
+    if source == "moment":
+        moment = check_query_moment("query_moment", spec, query_moment)
+        buffers = replace(buffers, query_moment=moment)
+    call = CommitCall(spec, buffers, writes, rows_k.array, rows_v.array, rows_q)
+    device.run(entry, op, call)
     device.synchronize()
     return Records(spec, pools[0], pools[1])
 

@@ -23,6 +23,7 @@ STANDARD_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 CACHE_TYPES = (*KVARN_BITS, *STANDARD_TYPES)
 ATTENTION_KINDS = ("dense", "mla")
 ENCODERS = ("published", "aware")
+QUERY_SOURCES = ("none", "rows", "moment")  # what the aware encoder weighs K's errors with
 BIAS_KINDS = ("none", "bool", "additive")
 OP_SCHEMA = "kvk.op/1"
 
@@ -204,6 +205,7 @@ class AttentionOp:
     bias: str = "none"
     bias_stride: int = 0
     encoder: str = "published"
+    queries: str = "none"
     activations: str = "auto"
     alignment: int = 64
     max_offset: int = 0

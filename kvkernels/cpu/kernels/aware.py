@@ -1,4 +1,4 @@
-"""Numba kernels of the ``aware`` encoder (codec.md 9): ``kvkernels.cpu.reference_aware`` in float64.
+"""Numba kernels of the ``aware`` encoder (codec.md 9): ``reference_aware`` in float64.
 
 Sums run in another order than NumPy's and K's error feedback comes from another factor of the same
 metric: with M = R R^T, R upper, channel i is coded at ``x_i + sum_k<i R_ki / R_ii e_k`` with the
@@ -87,7 +87,7 @@ def add_moment(q, rows, m):
 
 @exact_kernel
 def factor_moment(m, r):
-    """Feedback of the damped metric: ``r[i, k]`` = R_ki / R_ii for k < i (lower half of ``m`` read).
+    """Feedback of the damped metric: ``r[i, k]`` = R_ki / R_ii for k < i; reads ``m``'s lower half.
 
     M = R R^T with R upper: columns of R from the last to the first, each taken from what is left.
     """
@@ -236,7 +236,7 @@ def _round_axes(w, d, rows, cols, out, at):
 
 @exact_kernel
 def seal_value(tile, bits, w, d, codes, out):
-    """``seal.seal_head`` for V by the aware encoder; ``w, d, codes`` are :func:`aware_workspace`."""
+    """``seal.seal_head`` for V by the aware encoder; workspaces: :func:`aware_workspace`."""
     width = min(tile.shape[0] // _GROUP, 128)
     qmax = np.float64((1 << bits) - 1)
     top = splat64(qmax)
