@@ -17,8 +17,10 @@ from kvkernels.errors import InputError, NonFiniteError, UnsupportedOp
 from kvkernels.memory import LayerSizes
 from kvkernels.records.layout import BITS, HEAD_DIMS, LINE, HeadLayout, Side
 from kvkernels.records.packing import split
+from kvkernels.registry import open_device
 from kvkernels.testing.model import RowsModel
 
+DEVICE = open_device("cpu:0")
 AWARE = spec(encoder="aware", k="kvarn2", v="kvarn4")
 
 
@@ -127,7 +129,7 @@ def test_codec9_a_sink_inside_the_record_is_never_clipped() -> None:
 
 
 def assert_records(layer: kvk.LayerSpec, n: int, **limits: Any) -> None:
-    cache = make("cpu:0", layer, **limits)
+    cache = make(DEVICE, layer, **limits)
     (data,) = layer_rows(cache, n, "aware")
     fill(cache, [data], 0, 100, 101, 290, n)
     model = RowsModel(layer)
@@ -147,7 +149,7 @@ def test_codec9_all_query_heads_of_a_kv_head_count(n_head: int, head_dim: int) -
 
 def test_C4_any_cut_gives_the_same_bytes() -> None:
     layers = (AWARE, dataclasses.replace(AWARE, window=150), spec())
-    once, many, singles = (make("cpu:0", *layers) for _ in range(3))
+    once, many, singles = (make(DEVICE, *layers) for _ in range(3))
     data = layer_rows(once, 300, "aware cuts")
     fill(once, data, 0, 300)
     fill(many, data, 0, 3, 130, 131, 255, 300)
@@ -157,7 +159,7 @@ def test_C4_any_cut_gives_the_same_bytes() -> None:
 
 
 def test_C3_a_reseal_after_a_rollback_is_byte_identical() -> None:
-    cache, plain = make("cpu:0", AWARE), make("cpu:0", AWARE)
+    cache, plain = make(DEVICE, AWARE), make(DEVICE, AWARE)
     data, other = (layer_rows(cache, 400, name) for name in ("aware C3", "aware C3 other"))
     fill(plain, data, 0, 256, 400)
     fill(cache, data, 0, 200)
@@ -173,7 +175,7 @@ def test_C3_a_reseal_after_a_rollback_is_byte_identical() -> None:
 
 
 def test_C6_forks_and_batch_mates_do_not_touch_a_record() -> None:
-    twin = Twin(make("cpu:0", AWARE, n_seq=3), "aware batch")
+    twin = Twin(make(DEVICE, AWARE, n_seq=3), "aware batch")
     twin.step({0: 100, 1: 60})
     twin.fork(0, 2)
     twin.step({0: 40, 1: 90, 2: 35})
@@ -187,8 +189,8 @@ def test_C6_forks_and_batch_mates_do_not_touch_a_record() -> None:
 
 def test_M2_staged_queries_are_counted_and_a_moment_needs_none() -> None:
     layer = dataclasses.replace(AWARE, sink_tokens=128)
-    staged = make("cpu:0", layer)
-    plain = make("cpu:0", dataclasses.replace(layer, encoder="published"))
+    staged = make(DEVICE, layer)
+    plain = make(DEVICE, dataclasses.replace(layer, encoder="published"))
     q_block = LayerSizes.of(layer, keep_queries=True).q_block
     assert q_block == 4 * 128 * 64 * 2
     blocks = staged.buffers[0].blocks
@@ -197,7 +199,7 @@ def test_M2_staged_queries_are_counted_and_a_moment_needs_none() -> None:
     (data,) = layer_rows(staged, 300, "moment")
     moment = np.einsum("nhgd,nhge->hde", *[data.q.reshape(-1, 2, 2, 64).astype(np.float64)] * 2)
     given = kvk.plan(
-        [layer], kvk.device("cpu:0"), kvk.Limits(n_ctx=1024, n_ubatch=1024),
+        [layer], DEVICE, kvk.Limits(n_ctx=1024, n_ubatch=1024),
         query_moments=[moment],
     ).allocate()  # fmt: skip
     assert given.memory().kv_resident_bytes == plain.memory().kv_resident_bytes
@@ -230,10 +232,10 @@ def test_refusals_name_what_is_missing() -> None:
         kvk.encode(k, v, layer, query_moment=-moment)
     with pytest.raises(NonFiniteError, match="query_moment"):
         kvk.encode(k, v, layer, query_moment=moment * np.nan)
+    q[7] = 6e4
     with pytest.raises(NonFiniteError, match="q, row 7"):
-        q[7] = 6e4
         kvk.encode(k, v, layer, q=q)
-    plan = dict(device=kvk.device("cpu:0"), limits=kvk.Limits(n_ctx=256))
+    plan: Any = {"device": DEVICE, "limits": kvk.Limits(n_ctx=256)}
     with pytest.raises(InputError, match="encoder='published'"):
         kvk.plan([spec()], query_moments=[moment], **plan)
     with pytest.raises(InputError, match="one per layer"):
