@@ -36,7 +36,7 @@ from kvkernels.calls import (
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
-from kvkernels.planner import attend_op, commit_op
+from kvkernels.planner import attend_op
 from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
@@ -95,7 +95,7 @@ def encode(
     source = "rows" if q is not None else "none" if query_moment is None else "moment"
     if spec.encoder != "aware":
         source, q, query_moment = "none", None, None
-    op = commit_op(spec, device.caps.id, n, source)
+    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
     rows_k = check_rows(device, "k", k, shape, stored=True)

@@ -187,6 +187,8 @@ def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -
     new ones included.
     """
     past = n_kv - n_q
+    # A cache gives the aware encoder the queries of the rows, or the plan's moment of them.
+    weighs = spec.encoder == "aware" and facts.get("kind") == OpKind.COMMIT
     sealed = past // GROUP * GROUP
     given: dict[str, Any] = {
         "n_q": n_q,
@@ -195,13 +197,9 @@ def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -
         "stage": past > 0,
         "current": True,
         "sink_rows": min(spec.sink_tokens, past),
+        "queries": "rows" if weighs else "none",
     }
     return AttentionOp.for_layer(spec, device, **(given | facts))
-
-
-def commit_op(spec: LayerSpec, device: str, rows: int, queries: str) -> AttentionOp:
-    """The commit of ``rows`` rows; ``queries``: what the encoder has ("none", "rows", "moment")."""
-    return attend_op(spec, device, rows, rows, kind=OpKind.COMMIT, queries=queries)
 
 
 def plan(
@@ -252,9 +250,7 @@ def _decide_layer(spec: LayerSpec, device: Device, limits: Limits, policy: Polic
         for n_q in sorted({1, min(limits.verify, limits.n_ubatch), limits.n_ubatch})
         for n_kv in (n_q, max(n_q, limits.n_ctx))
     )
-    commit = commit_op(
-        spec, device.caps.id, limits.n_ubatch, "rows" if spec.encoder == "aware" else "none"
-    )
+    commit = attend_op(spec, device.caps.id, limits.n_ubatch, limits.n_ubatch, kind=OpKind.COMMIT)
     table, caps = device.table, device.caps
     return LayerPlan(
         spec,
