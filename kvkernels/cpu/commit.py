@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,14 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import CommitCall, GroupWrite, LayerBuffers, MaterializeCall
 from kvkernels.cpu import reference
-from kvkernels.cpu.kernels.aware import (
-    add_moment,
-    aware_workspace,
-    factor_moment,
-    seal_keys,
-    seal_value,
-)
+from kvkernels.cpu.kernels.aware import aware_workspace, seal_keys, seal_value
 from kvkernels.cpu.kernels.codec import (
     rotate_rows,
     rotate_rows_to_half,
     seal_head,
     seal_workspace,
 )
+from kvkernels.cpu.kernels.metric import add_moments, widen_keys
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.cpu.window import materialize_head
@@ -47,28 +43,19 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
             exact = np.empty(0, np.uint16) if buffers.q_exact is None else buffers.q_exact
             blocks = _blocks(exact, layer.n_head, layer.head_dim, by_channel=True)
             queries = _stage(write, call.q, blocks, True, scratch, "query_tiles")
-        for side, rows, exact, records in (
-            (Side.K, call.k, buffers.k_exact, buffers.k_records),
-            (Side.V, call.v, buffers.v_exact, buffers.v_records),
+        staged = []
+        for side, rows, exact in (
+            (Side.K, call.k, buffers.k_exact),
+            (Side.V, call.v, buffers.v_exact),
         ):
             # K and its queries lie [D, 128], so that a product over channels reads tokens side by
             # side; the quantiser takes both sides as they lie.
             by_channel = side is Side.K
             blocks = _blocks(exact, layer.n_kv_head, layer.head_dim, by_channel=by_channel)
-            tiles = _stage(write, rows, blocks, by_channel, scratch, "tiles")
-            if write.slot < 0:
-                continue
-            bits = layer.k_bits if by_channel else layer.v_bits
-            assert bits is not None
-            nbytes = HeadLayout(side, bits, layer.head_dim).nbytes
-            target = records.reshape(layer.n_kv_head, -1, nbytes)[:, write.slot]
-            if layer.encoder == "published":
-                seal = _published(tiles, side, bits, target)
-            elif side is Side.V:
-                seal = _aware_value(tiles, bits, target)
-            else:
-                factors = _moment_factors(layer, buffers)
-                seal = _aware_keys(layer, tiles, queries, factors, target, write.group > 0)
+            staged.append(_stage(write, rows, blocks, by_channel, scratch, f"{side} tiles"))
+        if write.slot >= 0:
+            group = _Group(layer, buffers, write, queries, *staged)
+            seal = group.published if layer.encoder == "published" else group.aware
             _over_heads(seal, layer.n_kv_head, pool)
 
 
@@ -122,73 +109,71 @@ def _over_heads(seal: Callable[[], Seal], n_kv_head: int, pool: ThreadPool) -> N
     assert not failed, f"axes of KV heads {failed} left the fp16 range"
 
 
-def _published(
-    tiles: Halves, side: Side, bits: int, target: NDArray[np.uint8]
-) -> Callable[[], Seal]:
-    def prepare() -> Seal:
-        work = seal_workspace()
-        is_value = side is Side.V
-        return lambda h: int(seal_head(tiles[h].reshape(-1), is_value, bits, *work, target[h]))
-
-    return prepare
-
-
-def _aware_value(tiles: Halves, bits: int, target: NDArray[np.uint8]) -> Callable[[], Seal]:
-    def prepare() -> Seal:
-        work = aware_workspace(tiles.shape[2])
-        return lambda h: int(seal_value(tiles[h].reshape(-1), bits, *work, target[h]))
-
-    return prepare
-
-
-def _aware_keys(
-    layer: LayerSpec,
-    tiles: Halves,
-    queries: Halves | None,
-    factors: F64 | None,
-    target: NDArray[np.uint8],
-    may_refit: bool,
-) -> Callable[[], Seal]:
-    """K with the factor of its query moment: of the layer's own, or of the group's queries.
-
-    ``may_refit`` is False for a sequence's first group, which holds its sink token.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A complete group on its way into its record slot; ``published`` and ``aware`` give a function
+    that seals one KV head, with the workspaces of one thread.
     """
-    dim, bits = layer.head_dim, layer.k_bits
-    assert bits is not None
 
-    def prepare() -> Seal:
-        work, rows = aware_workspace(dim), np.empty(GROUP * dim)
-        m, own = np.empty((dim, dim)), np.empty((dim, dim))
+    layer: LayerSpec
+    buffers: LayerBuffers
+    write: GroupWrite
+    queries: Halves | None
+    keys: Halves
+    values: Halves
+
+    def _records(self, side: Side) -> tuple[int, NDArray[np.uint8]]:
+        """Width and record bytes [n_kv_head, bytes] of the group's slot."""
+        bits = self.layer.k_bits if side is Side.K else self.layer.v_bits
+        assert bits is not None
+        pool = self.buffers.k_records if side is Side.K else self.buffers.v_records
+        nbytes = HeadLayout(side, bits, self.layer.head_dim).nbytes
+        return bits, pool.reshape(self.layer.n_kv_head, -1, nbytes)[:, self.write.slot]
+
+    def published(self) -> Seal:
+        (k_bits, k_out), (v_bits, v_out) = (self._records(side) for side in Side)
+        work = seal_workspace()
 
         def seal(h: int) -> int:
-            if factors is not None:
-                factor = factors[h]
-            else:
-                assert queries is not None, "the table refuses the aware encoder without queries"
-                m.fill(0)
-                for q in queries[h * layer.gqa : (h + 1) * layer.gqa]:
-                    add_moment(q.reshape(-1), rows, m)
-                factor_moment(m, own)
-                factor = own
-            return int(seal_keys(tiles[h].reshape(-1), factor, may_refit, bits, *work, target[h]))
+            bad = seal_head(self.keys[h].reshape(-1), False, k_bits, *work, k_out[h])
+            return int(bad or seal_head(self.values[h].reshape(-1), True, v_bits, *work, v_out[h]))
 
         return seal
 
-    return prepare
+    def aware(self) -> Seal:
+        layer, dim = self.layer, self.layer.head_dim
+        (k_bits, k_out), (v_bits, v_out) = (self._records(side) for side in Side)
+        work, rows, keys = aware_workspace(dim), np.empty(GROUP * dim), np.empty(GROUP * dim)
+        weights, m_k, m_v = np.empty(GROUP * GROUP), np.empty((dim, dim)), np.empty((GROUP, GROUP))
+        given = _rotated_moment(self.buffers)
+        may_refit = self.write.group > 0  # the first group holds its sequence's sink token
+
+        def seal(h: int) -> int:
+            key, value, metric = self.keys[h].reshape(-1), self.values[h].reshape(-1), m_k
+            if given is not None:
+                metric = given[h]
+            else:
+                assert self.queries is not None, "the table refuses aware without queries"
+                m_k.fill(0)
+                m_v.fill(0)
+                widen_keys(key, keys)
+                for q in self.queries[h * layer.gqa : (h + 1) * layer.gqa]:
+                    add_moments(q.reshape(-1), keys, layer.scale, rows, weights, m_k, m_v)
+            bad = seal_keys(key, metric, may_refit, k_bits, *work, k_out[h])
+            return int(bad or seal_value(value, m_v, given is None, v_bits, *work, v_out[h]))
+
+        return seal
 
 
-def _moment_factors(layer: LayerSpec, buffers: LayerBuffers) -> F64 | None:
-    """Factors of the layer's query moment, float64 [n_kv_head, D, D]; made once."""
+def _rotated_moment(buffers: LayerBuffers) -> F64 | None:
+    """The layer's query moment in the rotated domain, float64 [n_kv_head, D, D]; made once."""
     if buffers.query_moment is None:
         return None
-    found: F64 | None = buffers.prepared.get("factors")
+    found: F64 | None = buffers.prepared.get("rotated moment")
     if found is None:
         rotated = reference.rotate(buffers.query_moment, np.float64).swapaxes(1, 2)
-        rotated = np.ascontiguousarray(reference.rotate(rotated, np.float64))
-        found = np.empty((layer.n_kv_head, layer.head_dim, layer.head_dim))
-        for m, factor in zip(rotated, found, strict=True):
-            factor_moment(m, factor)
-        buffers.prepared["factors"] = found
+        found = np.ascontiguousarray(reference.rotate(rotated, np.float64))
+        buffers.prepared["rotated moment"] = found
     return found
 
 

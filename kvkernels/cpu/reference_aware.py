@@ -2,7 +2,8 @@
 codes and axes chosen for what attention makes of them. Same decoder, same layout.
 
 K: codes channel after channel with error feedback, so that errors cancel in the scores of the
-queries the record has seen. V: a clipped range per token and axes fitted to the codes.
+queries the record has seen. V: a clipped range per token, axes fitted to the codes, and error
+feedback over tokens, so that errors cancel in what these queries read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Halves = NDArray[np.float16]
 Bytes = NDArray[np.uint8]
 Axes = tuple[F64, F64, F64]  # scale [R], zero [R], other [C]
 
-DAMPING = 0.1
+K_DAMPING, V_DAMPING = 0.1, 0.3
 SHRINK = tuple((20 - i) / 20 for i in range(11))  # 1, .95, ... .5
 REFITS = 4
 
@@ -35,11 +36,40 @@ def moment(q: Halves) -> F64:
     return m
 
 
-def damped(m: F64) -> F64:
-    """M * D / tr(M) + 0.1 I: any scale of queries, and none at all, gives a definite metric."""
+def attention_moment(q: Halves, k: Halves, scale: float) -> F64:
+    """M [128, 128] = sum of p p^T, p the attention of rotated queries [heads, 128, D] over the
+    record's own keys [128, D], all of them: these queries stand for those to come.
+    """
+    m = np.zeros((len(k), len(k)))
+    for head in q.astype(np.float64):
+        score = head @ k.astype(np.float64).T * scale
+        p = np.exp(score - score.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        m += p.T @ p
+    return m
+
+
+def feedback(m: F64, damping: float) -> F64:
+    """U = chol(M^-1)^T, upper, of M * n / tr(M) + damping * I: any scale of M, and 0, will do."""
     trace = float(np.trace(m))
     scale = len(m) / trace if trace > 0 else 0.0
-    return m * scale + DAMPING * np.eye(len(m))
+    return np.linalg.cholesky(np.linalg.inv(m * scale + damping * np.eye(len(m)))).T
+
+
+def rounded(
+    x: F64, scale: F64, zero: F64, others: F64, u: F64, order: NDArray[np.intp], qmax: int
+) -> Bytes:
+    """Codes of x [n, C], row after row in that order: the error of a row, divided by U_ii, is taken
+    from every later row in proportion to U_ij. Columns are independent; ``others`` [n, C].
+    """
+    left, codes = x[order], np.empty(x.shape, np.uint8)
+    for i, row in enumerate(order):
+        axes = scale[row : row + 1], zero[row : row + 1], others[row]
+        code = _codes(left[i : i + 1], axes, qmax)
+        codes[row] = code[0]
+        error = (left[i] - _value(code, axes)[0]) / u[i, i]
+        left[i + 1 :] -= u[i, i + 1 :, None] * error
+    return codes
 
 
 def _inverse(x: F64) -> F64:
@@ -106,21 +136,20 @@ def _start(tile: Halves, bits: int) -> tuple[F64, Axes]:
     return t.astype(np.float64), tuple(a.astype(np.float64) for a in (scale, zero, bc))  # type: ignore[return-value]
 
 
-def encode_v_tile(tile: Halves, bits: int) -> tuple[Bytes, Halves, Halves, Halves]:
-    """fp16 ``[128 tokens, C]`` -> codes and fp16 axes."""
+def encode_v_tile(tile: Halves, bits: int, m: F64 | None) -> tuple[Bytes, Halves, Halves, Halves]:
+    """fp16 ``[128 tokens, C]`` -> codes and fp16 axes; plain rounding without a metric."""
     qmax = (1 << bits) - 1
     x, axes = _start(tile, bits)
     axes = clip(x, axes, qmax)
     for _ in range(REFITS):
         axes = refit(x, axes, qmax)
     halves = half_axes(axes)
-    rounded = tuple(a.astype(np.float64) for a in halves)
-    return _codes(x, rounded, qmax).astype(np.uint8), *halves  # type: ignore[arg-type]
-
-
-def feedback(m: F64) -> F64:
-    """U = chol(M^-1)^T, upper, of the damped M."""
-    return np.linalg.cholesky(np.linalg.inv(damped(m))).T
+    scale, zero, other = (a.astype(np.float64) for a in halves)
+    if m is None:
+        return _codes(x, (scale, zero, other), qmax).astype(np.uint8), *halves
+    others, order = np.broadcast_to(other, x.shape), np.argsort(-np.diag(m), kind="stable")
+    u = feedback(m[np.ix_(order, order)], V_DAMPING)
+    return rounded(x, scale, zero, others, u, order, qmax), *halves
 
 
 def encode_k(
@@ -128,8 +157,8 @@ def encode_k(
 ) -> list[tuple[Bytes, Halves, Halves, Halves]]:
     """fp16 stage rows ``[128, D]`` -> codes [width, 128] and fp16 axes of every slice.
 
-    One recursion over all D channels: the error of a channel, divided by U_ii, is taken from every
-    later channel in proportion to U_ij. Tokens are independent.
+    One recursion over all D channels, those first whose errors weigh most: M_ii times the mean
+    square of a step.
     """
     qmax = (1 << bits) - 1
     head = HeadLayout(Side.K, bits, rows.shape[1])
@@ -140,17 +169,12 @@ def encode_k(
             axes = refit(x, axes, qmax)
         halves.append(half_axes(axes))
         parts.append(x)
-    x, u = np.concatenate(parts), feedback(m)
+    x = np.concatenate(parts)
     scale, zero = (np.concatenate([h[i] for h in halves]).astype(np.float64) for i in (0, 1))
-    width = len(parts[0])
-    codes = np.empty(x.shape, np.uint8)
-    for i in range(len(x)):
-        other = halves[i // width][2].astype(np.float64)
-        axes = scale[i : i + 1], zero[i : i + 1], other
-        code = _codes(x[i : i + 1], axes, qmax)
-        codes[i] = code[0]
-        error = (x[i] - _value(code, axes)[0]) / u[i, i]
-        x[i + 1 :] -= u[i, i + 1 :, None] * error
+    others = np.repeat([h[2].astype(np.float64) for h in halves], len(parts[0]), axis=0)
+    order = np.argsort(-np.diag(m) * np.square(scale) * np.square(others).sum(1), kind="stable")
+    u = feedback(m[np.ix_(order, order)], K_DAMPING)
+    codes = rounded(x, scale, zero, others, u, order, qmax)
     return [(c, *h) for c, h in zip(np.split(codes, head.n_slices), halves, strict=True)]
 
 
@@ -160,6 +184,8 @@ def encode(
     bits: int,
     *,
     q: NDArray[Any] | None = None,
+    keys: NDArray[Any] | None = None,
+    scale: float | None = None,
     query_moment: F64 | None = None,
     may_refit: bool = True,
     rotated: bool = False,
@@ -169,14 +195,20 @@ def encode(
 
     K needs the queries of the KV head's heads at the same tokens, ``q`` [heads, 128, D], or their
     ``query_moment`` [D, D] in the rotated domain. ``may_refit=False``: a sink token may be inside.
+    V takes ``q``, the ``keys`` [128, D] of its rows and the ``scale`` of scores (1 / sqrt(D)) into
+    account when they are given.
     """
     head = HeadLayout(side, bits, x.shape[-1])
     if x.shape != (GROUP, head.head_dim):
         raise InputError("x", found=x.shape, needed=f"({GROUP}, head_dim)")
     rows = reference.stage_rows(x, rotated=rotated)
     if side == Side.V:
+        m = None
+        if q is not None and keys is not None:
+            staged = (reference.stage_rows(a, rotated=rotated) for a in (q, keys))
+            m = attention_moment(*staged, x.shape[1] ** -0.5 if scale is None else scale)
         tiles = [
-            encode_v_tile(np.ascontiguousarray(p), bits)
+            encode_v_tile(np.ascontiguousarray(p), bits, m)
             for p in np.split(rows, head.n_slices, axis=1)
         ]
     else:

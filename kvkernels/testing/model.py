@@ -95,7 +95,12 @@ class RowsModel:
                     for x, q in zip(keys, queries, strict=True)
                 ]
             ),
-            np.stack([reference_aware.encode(x, Side.V, spec.v_bits) for x in values]),
+            np.stack(
+                [
+                    reference_aware.encode(x, Side.V, spec.v_bits, q=q, keys=own, scale=spec.scale)
+                    for x, own, q in zip(values, keys, queries, strict=True)
+                ]
+            ),
         )
 
     def attend(

@@ -12,26 +12,31 @@ from kvkernels.cpu import reference, reference_aware
 from kvkernels.records.layout import GROUP, Side
 
 F64 = NDArray[np.float64]
-#: (rows [128, D], side, bits, queries [heads, 128, D]) of one KV head of one group -> record bytes
-Encoder = Callable[[NDArray[Any], Side, int, NDArray[Any]], NDArray[np.uint8]]
+#: of one KV head of one group: (rows [128, D], side, bits, queries [heads, 128, D], keys [128, D])
+Encoder = Callable[[NDArray[Any], Side, int, NDArray[Any], NDArray[Any]], NDArray[np.uint8]]
 
 
-def published(x: NDArray[Any], side: Side, bits: int, q: NDArray[Any]) -> NDArray[np.uint8]:
+def published(
+    x: NDArray[Any], side: Side, bits: int, q: NDArray[Any], keys: NDArray[Any]
+) -> NDArray[np.uint8]:
     """The published encoder, by the reference."""
     return reference.encode(x, side, bits)
 
 
-def aware(x: NDArray[Any], side: Side, bits: int, q: NDArray[Any]) -> NDArray[np.uint8]:
+def aware(
+    x: NDArray[Any], side: Side, bits: int, q: NDArray[Any], keys: NDArray[Any]
+) -> NDArray[np.uint8]:
     """The aware encoder, by the reference."""
-    return reference_aware.encode(x, side, bits, q=q)
+    return reference_aware.encode(x, side, bits, q=q, keys=keys)
 
 
-def _through(rows: F64, side: Side, bits: int, q: F64, encoder: Encoder) -> F64:
+def _through(rows: F64, side: Side, bits: int, q: F64, k: F64, encoder: Encoder) -> F64:
     """Rows of one KV head as a cache keeps them: first and last group exact, records between."""
     out = rows.copy()
     for start in range(GROUP, len(rows) - GROUP, GROUP):
         part = slice(start, start + GROUP)
-        record = encoder(rows[part].astype(np.float32), side, bits, q[:, part].astype(np.float32))
+        x, keys, queries = (a.astype(np.float32) for a in (rows[part], k[part], q[:, part]))
+        record = encoder(x, side, bits, queries, keys)
         decoded = reference.decode(record, side, bits, rows.shape[1]).astype(np.float64)
         out[part] = reference.rotate(decoded, np.float64)
     return out
@@ -54,7 +59,7 @@ def output_error(
         heads = q[layer, head * gqa : (head + 1) * gqa].astype(np.float64)
         exact = [side[layer, head].astype(np.float64) for side in (k, v)]
         stored = [
-            _through(rows, side, bits, heads, encoder)
+            _through(rows, side, bits, heads, exact[0], encoder)
             for rows, side in zip(exact, (Side.K, Side.V), strict=True)
         ]
         for queries in heads:

@@ -1,10 +1,8 @@
 """Numba kernels of the ``aware`` encoder (codec.md 9): ``reference_aware`` in float64.
 
-Sums run in another order than NumPy's and K's error feedback comes from another factor of the same
-metric: with M = R R^T, R upper, channel i is coded at ``x_i + sum_k<i R_ki / R_ii e_k`` with the
-plain errors e, which is the recursion with U = R^-1 written out. So a code can differ from the
-reference where both are a rounding error from a tie. Every operation order is fixed here: the same
-bits on every CPU and for every way the rows came in.
+Sums run in another order than NumPy's and the feedback comes from another factor of the same
+metric, so a code can differ from the reference where a value is a rounding error from a tie. Every
+operation order is fixed here: the same bits on every CPU and for every way the rows came in.
 """
 
 import math
@@ -17,100 +15,38 @@ from kvkernels.cpu.kernels.balance import BC, F32_WORK, SCALE, ZERO, normalise
 from kvkernels.cpu.kernels.half import half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 from kvkernels.cpu.kernels.lines import pack_lines
-from kvkernels.cpu.kernels.seal import quantise, read_slice, write_axes
-from kvkernels.cpu.kernels.simd import load, load_half
-from kvkernels.cpu.kernels.wide import (
-    fma64,
-    load64,
-    max64,
-    min64,
-    round64,
-    splat64,
-    store64,
-    store_codes,
-    sum64,
-    widen,
+from kvkernels.cpu.kernels.metric import (
+    AXES,
+    ERRORS,
+    factor,
+    feed_back,
+    inverse,
+    loudest_first,
+    nearest,
 )
+from kvkernels.cpu.kernels.seal import quantise, read_slice, write_axes
+from kvkernels.cpu.kernels.simd import load
+from kvkernels.cpu.kernels.wide import fma64, load64, splat64, store64, store_codes, sum64, widen
 
 _GROUP = 128
-_DAMPING, _SHRINKS, _REFITS = 0.1, 11, 4
+_K_DAMPING, _V_DAMPING = 0.1, 0.3
+_SHRINKS, _REFITS = 11, 4
 _TINY, _LEAST_SCALE, _LEAST_OTHER = 1e-12, 1e-10, 1e-8
-# Vectors of one tile in the float64 workspace of seal_value and seal_keys, after the 512 of
-# ``normalise``: axes, their inverses, sums over rows of y * y and x * y.
+# Vectors of one tile in the float64 workspace, after the 512 of ``normalise``: axes, 1 / other,
+# other**2, sums over rows of y * y and x * y.
 _S, _Z, _O, _INV_O, _W, _DEN, _NUM = (np.int64(512 + 128 * i) for i in range(7))
-_AXES = np.int64(1536)  # scale, zero, other, 1 / other of all slices of K, 512 each
-_ERRORS = np.int64(3584)  # [D, 16]
 
 
-def aware_workspace(dim: int) -> tuple[Any, Any, Any]:
-    """Workspaces ``w, d, codes`` of the seal kernels here, one set for every thread that seals."""
+def aware_workspace(dim: int) -> tuple[Any, ...]:
+    """Workspaces of the seal kernels here, one set for every thread that seals."""
+    n = max(dim, _GROUP)
     return (
         np.empty(F32_WORK, np.float32),
-        np.empty(int(_ERRORS) + 16 * dim, np.float64),
-        np.empty(dim * _GROUP, np.uint8),
+        np.empty(int(ERRORS) + 16 * n, np.float64),
+        np.empty(n * n, np.float64),
+        np.empty(n, np.int64),
+        np.empty(n * _GROUP, np.uint8),
     )
-
-
-@exact_inner
-def _inverse(x):
-    return 1.0 / x if x != 0.0 else 0.0
-
-
-@exact_kernel
-def add_moment(q, rows, m):
-    """m [D, D] (lower half) += sum over tokens of q q^T; uint16 ``q [D * 128]`` by channel.
-
-    ``rows`` float64 [128 * D] is a workspace. Tokens are added in order.
-    """
-    dim = m.shape[0]
-    for i in range(dim):
-        for t in range(_GROUP):
-            rows[t * dim + i] = np.float64(half_to_float(q[i * _GROUP + t]))
-    flat = m.reshape(dim * dim)
-    for i in range(0, dim, 4):
-        for j in range(0, i + 4, 16):
-            at = i * dim + j
-            a0, a1 = load64(flat, at), load64(flat, at + dim)
-            a2, a3 = load64(flat, at + 2 * dim), load64(flat, at + 3 * dim)
-            for t in range(_GROUP):
-                row = t * dim
-                x = load64(rows, row + j)
-                a0 = fma64(splat64(rows[row + i]), x, a0)
-                a1 = fma64(splat64(rows[row + i + 1]), x, a1)
-                a2 = fma64(splat64(rows[row + i + 2]), x, a2)
-                a3 = fma64(splat64(rows[row + i + 3]), x, a3)
-            store64(flat, at, a0)
-            store64(flat, at + dim, a1)
-            store64(flat, at + 2 * dim, a2)
-            store64(flat, at + 3 * dim, a3)
-
-
-@exact_kernel
-def factor_moment(m, r):
-    """Feedback of the damped metric: ``r[i, k]`` = R_ki / R_ii for k < i; reads ``m``'s lower half.
-
-    M = R R^T with R upper: columns of R from the last to the first, each taken from what is left.
-    """
-    dim = m.shape[0]
-    trace = 0.0
-    for i in range(dim):
-        trace += m[i, i]
-    scale = splat64(np.float64(dim) / trace if trace > 0.0 else 0.0)
-    source, flat = m.reshape(dim * dim), r.reshape(dim * dim)
-    for i in range(dim):
-        for k in range(0, i + 1, 16):
-            store64(flat, i * dim + k, load64(source, i * dim + k) * scale)
-        flat[i * dim + i] += _DAMPING
-    for i in range(dim - 1, -1, -1):
-        at = i * dim
-        inverse = 1.0 / flat[at + i]
-        for row in range(i):
-            share = splat64(-flat[at + row] * inverse)
-            for k in range(0, row + 1, 16):
-                to = row * dim + k
-                store64(flat, to, fma64(share, load64(flat, at + k), load64(flat, to)))
-        for k in range(0, i, 16):
-            store64(flat, at + k, load64(flat, at + k) * splat64(inverse))
 
 
 @exact_inner
@@ -131,15 +67,8 @@ def _begin(tile, is_value, index, width, bits, w, d, codes):
 @exact_inner
 def _invert_other(d, cols):
     for c in range(cols):
-        d[_INV_O + c] = _inverse(d[_O + c])
+        d[_INV_O + c] = inverse(d[_O + c])
         d[_W + c] = d[_O + c] * d[_O + c]
-
-
-@exact_inner
-def _nearest(x, inv_other, zero, inv_scale, qmax):
-    """Codes of sixteen values as whole float64 lanes."""
-    v = round64((x * inv_other - zero) * inv_scale)
-    return min64(max64(v, splat64(types.float64(0.0))), qmax)
 
 
 @exact_inner
@@ -154,11 +83,11 @@ def _clip(w, d, rows, cols, qmax):
         for step in range(_SHRINKS):
             factor = np.float64(20 - step) / 20.0
             s, z = scale * factor, centre - half * factor
-            vs, vz, vi = splat64(s), splat64(z), splat64(_inverse(s))
+            vs, vz, vi = splat64(s), splat64(z), splat64(inverse(s))
             total = splat64(types.float64(0.0))
             for c in range(0, cols, 16):
                 x = widen(load(w, at + c))
-                code = _nearest(x, load64(d, _INV_O + c), vz, vi, top)
+                code = nearest(x, load64(d, _INV_O + c), vz, vi, top)
                 e = x - (code * vs + vz) * load64(d, _O + c)
                 total = fma64(e, e, total)
             error = sum64(total)
@@ -178,11 +107,11 @@ def _refit(w, d, rows, cols, qmax):
     weight = sum64(total)
     for r in range(rows):
         at = r * cols
-        vz, vi = splat64(d[_Z + r]), splat64(_inverse(d[_S + r]))
+        vz, vi = splat64(d[_Z + r]), splat64(inverse(d[_S + r]))
         sum_q = sum_b = nothing
         for c in range(0, cols, 16):
             x = widen(load(w, at + c))
-            code = _nearest(x, load64(d, _INV_O + c), vz, vi, top)
+            code = nearest(x, load64(d, _INV_O + c), vz, vi, top)
             v = load64(d, _W + c)
             sum_q = fma64(code, v, sum_q)
             sum_b = fma64(x * load64(d, _INV_O + c), v, sum_b)
@@ -191,7 +120,7 @@ def _refit(w, d, rows, cols, qmax):
         var = cov = nothing
         for c in range(0, cols, 16):
             x = widen(load(w, at + c))
-            code = _nearest(x, load64(d, _INV_O + c), vz, vi, top) - mq
+            code = nearest(x, load64(d, _INV_O + c), vz, vi, top) - mq
             v = load64(d, _W + c)
             var = fma64(code * code, v, var)
             cov = fma64(code * (x * load64(d, _INV_O + c) - mb), v, cov)
@@ -203,7 +132,7 @@ def _refit(w, d, rows, cols, qmax):
         vs, v_zero = splat64(scale), splat64(zero)
         for c in range(0, cols, 16):
             x = widen(load(w, at + c))
-            y = _nearest(x, load64(d, _INV_O + c), vz, vi, top) * vs + v_zero
+            y = nearest(x, load64(d, _INV_O + c), vz, vi, top) * vs + v_zero
             store64(d, _DEN + c, fma64(y, y, load64(d, _DEN + c)))
             store64(d, _NUM + c, fma64(x, y, load64(d, _NUM + c)))
         d[_S + r], d[_Z + r] = scale, zero
@@ -234,15 +163,33 @@ def _round_axes(w, d, rows, cols, out, at):
     return True
 
 
+@exact_inner
+def _place_axes(d, row, rows, column, cols):
+    """Rounded axes of a slice to where ``feed_back`` reads them."""
+    for i in range(rows):
+        d[AXES + row + i], d[AXES + 512 + row + i] = d[_S + i], d[_Z + i]
+    for i in range(cols):
+        d[AXES + 1024 + column + i] = d[_O + i]
+        d[AXES + 1536 + column + i] = inverse(d[_O + i])
+
+
 @exact_kernel
-def seal_value(tile, bits, w, d, codes, out):
-    """``seal.seal_head`` for V by the aware encoder; workspaces: :func:`aware_workspace`."""
-    width = min(tile.shape[0] // _GROUP, 128)
+def seal_value(tile, m, weighed, bits, w, d, flat, order, codes, out):
+    """``seal.seal_head`` for V by the aware encoder; workspaces: :func:`aware_workspace`.
+
+    ``m`` [128, 128]: the metric over tokens; not ``weighed``: there is none, plain rounding.
+    """
+    dim = tile.shape[0] // _GROUP
+    width = min(dim, 128)
     qmax = np.float64((1 << bits) - 1)
-    top = splat64(qmax)
     code_bytes = _GROUP * width * bits // 8
     at = np.int64(0)
-    for s in range(tile.shape[0] // _GROUP // width):
+    if weighed:
+        for i in range(_GROUP):
+            d[ERRORS + i] = 1.0
+        loudest_first(m, d, np.int64(_GROUP), order)
+        factor(m, order, _V_DAMPING, flat)
+    for s in range(dim // width):
         if not _begin(tile, True, s, width, bits, w, d, codes):
             return 1
         _invert_other(d, width)
@@ -253,60 +200,28 @@ def seal_value(tile, bits, w, d, codes, out):
         if not _round_axes(w, d, _GROUP, width, out, at + code_bytes):
             return 1
         _invert_other(d, width)
-        for r in range(_GROUP):
-            vz, vi = splat64(d[_Z + r]), splat64(_inverse(d[_S + r]))
-            for c in range(0, width, 16):
-                x = widen(load(w, r * width + c))
-                code = _nearest(x, load64(d, _INV_O + c), vz, vi, top)
-                store_codes(codes, r * width + c, code)
+        if weighed:
+            _place_axes(d, 0, _GROUP, 0, width)
+            n = np.int64(_GROUP)
+            feed_back(tile, s * width, dim, n, width, n, order, flat, d, qmax, codes)
+        else:
+            top = splat64(qmax)
+            for r in range(_GROUP):
+                vz, vi = splat64(d[_Z + r]), splat64(inverse(d[_S + r]))
+                for c in range(0, width, 16):
+                    x = widen(load(w, r * width + c))
+                    code = nearest(x, load64(d, _INV_O + c), vz, vi, top)
+                    store_codes(codes, r * width + c, code)
         pack_lines(codes, np.int64(_GROUP), width, bits, out, at)
         at += code_bytes + 4 * _GROUP + 2 * width
     return 0
 
 
-@exact_inner
-def _feed_back(tile, r, d, dim, width, qmax, codes):
-    """Codes [dim * 128] of all channels: sixteen tokens at a time, errors at ``d[_ERRORS:]``."""
-    top, flat = splat64(qmax), r.reshape(dim * dim)
-    for t in range(0, _GROUP, 16):
-        for i in range(0, dim, 4):
-            row = i * dim
-            slice_other = _AXES + 1024 + i // width * _GROUP + t
-            other = load64(d, slice_other)
-            inv_other = load64(d, slice_other + 512)
-            x0 = widen(load_half(tile, i * _GROUP + t))
-            x1 = widen(load_half(tile, (i + 1) * _GROUP + t))
-            x2 = widen(load_half(tile, (i + 2) * _GROUP + t))
-            x3 = widen(load_half(tile, (i + 3) * _GROUP + t))
-            a0, a1, a2, a3 = x0, x1, x2, x3
-            for k in range(i):
-                e = load64(d, _ERRORS + 16 * k)
-                a0 = fma64(splat64(flat[row + k]), e, a0)
-                a1 = fma64(splat64(flat[row + dim + k]), e, a1)
-                a2 = fma64(splat64(flat[row + 2 * dim + k]), e, a2)
-                a3 = fma64(splat64(flat[row + 3 * dim + k]), e, a3)
-            for j in range(4):
-                scale, zero = d[_AXES + i + j], splat64(d[_AXES + 512 + i + j])
-                code = _nearest(a0, inv_other, zero, splat64(_inverse(scale)), top)
-                store_codes(codes, (i + j) * _GROUP + t, code)
-                e = x0 - (code * splat64(scale) + zero) * other
-                store64(d, _ERRORS + 16 * (i + j), e)
-                if j < 3:  # the next channel becomes a0
-                    at = row + (j + 1) * dim + i + j
-                    a0, x0 = fma64(splat64(flat[at]), e, a1), x1
-                    a1, x1 = a2, x2
-                    if j < 2:
-                        a1 = fma64(splat64(flat[at + dim]), e, a2)
-                        a2, x2 = a3, x3
-                    if j < 1:
-                        a2 = fma64(splat64(flat[at + 2 * dim]), e, a3)
-
-
 @exact_kernel
-def seal_keys(tile, r, may_refit, bits, w, d, codes, out):
-    """``seal.seal_head`` for K by the aware encoder, with ``r`` of :func:`factor_moment`.
+def seal_keys(tile, m, may_refit, bits, w, d, flat, order, codes, out):
+    """``seal.seal_head`` for K by the aware encoder, with the metric ``m`` [D, D] over channels.
 
-    ``w, d, codes`` are :func:`aware_workspace`.
+    Channels are coded from the loudest to the quietest: M_ii times the mean square of a step.
     """
     dim = tile.shape[0] // _GROUP
     width = min(dim, 128)
@@ -321,12 +236,17 @@ def seal_keys(tile, r, may_refit, bits, w, d, codes, out):
             _refit(w, d, width, _GROUP, qmax)
         if not _round_axes(w, d, width, _GROUP, out, s * nbytes + code_bytes):
             return 1
+        _invert_other(d, _GROUP)
+        _place_axes(d, s * width, width, s * _GROUP, _GROUP)
+        total = splat64(types.float64(0.0))
+        for t in range(0, _GROUP, 16):
+            total = total + load64(d, _W + t)
+        square = sum64(total)
         for i in range(width):
-            d[_AXES + s * width + i], d[_AXES + 512 + s * width + i] = d[_S + i], d[_Z + i]
-        for t in range(_GROUP):
-            d[_AXES + 1024 + s * _GROUP + t] = d[_O + t]
-            d[_AXES + 1536 + s * _GROUP + t] = _inverse(d[_O + t])
-    _feed_back(tile, r, d, dim, width, qmax, codes)
+            d[ERRORS + s * width + i] = d[_S + i] * d[_S + i] * square
+    loudest_first(m, d, dim, order)
+    factor(m, order, _K_DAMPING, flat)
+    feed_back(tile, 0, _GROUP, dim, _GROUP, width, order, flat, d, qmax, codes)
     for s in range(dim // width):
         part = codes[s * width * _GROUP : (s + 1) * width * _GROUP]
         pack_lines(part, width, np.int64(_GROUP), bits, out, s * nbytes)
