@@ -81,17 +81,14 @@ def encode(
 
     The aware encoder needs the queries of the same rows, ``q`` [n * 128, n_head, D], or
     ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated queries; the published one
-    takes neither into account. ``first_group``: where in its sequence the first group stands; the
-    one that holds a sequence's first token keeps the range of its keys at any width.
-
-    Raises InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
+    ignores them. ``first_group``: the place of the first group in its sequence; keys of group 0,
+    with the sink token, are never clipped. Raises InputError (shape, dtype), NonFiniteError,
+    UnsupportedOp with every reason.
     """
     device = _device(device)
     n = int(getattr(k, "shape", (0,))[0])
     if n == 0 or n % GROUP:
-        raise InputError(
-            "k", found=f"{n} rows", needed=f"a multiple of {GROUP}, at least one group"
-        )
+        raise InputError("k", found=f"{n} rows", needed=f"a multiple of {GROUP}, one at least")
     source = "rows" if q is not None else "none" if query_moment is None else "moment"
     if spec.encoder != "aware":
         source, q, query_moment = "none", None, None
@@ -100,10 +97,8 @@ def encode(
     shape = (n, spec.n_kv_head, spec.head_dim)
     rows_k = check_rows(device, "k", k, shape, stored=True)
     rows_v = check_rows(device, "v", v, shape, stored=True)
-    rows_q = None
-    if source == "rows":
-        shape = (n, spec.n_head, spec.head_dim)
-        rows_q = check_rows(device, "q", q, shape, stored=True).array
+    shape = (n, spec.n_head, spec.head_dim)
+    rows_q = check_rows(device, "q", q, shape, stored=True).array if source == "rows" else None
     groups = n // GROUP
     pools = [
         np.zeros((spec.n_kv_head, groups, head_layout(spec, side).nbytes), np.uint8)

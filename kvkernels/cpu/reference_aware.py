@@ -205,8 +205,8 @@ def encode(
     if side == Side.V:
         m = None
         if q is not None and keys is not None:
-            staged = (reference.stage_rows(a, rotated=rotated) for a in (q, keys))
-            m = attention_moment(*staged, x.shape[1] ** -0.5 if scale is None else scale)
+            queries, k = (reference.stage_rows(a, rotated=rotated) for a in (q, keys))
+            m = attention_moment(queries, k, x.shape[1] ** -0.5 if scale is None else scale)
         tiles = [
             encode_v_tile(np.ascontiguousarray(p), bits, m)
             for p in np.split(rows, head.n_slices, axis=1)
