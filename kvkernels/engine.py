@@ -76,8 +76,7 @@ def encode(
     first_group: int = 0,
     device: Device | str = "cpu:0",
 ) -> Records:
-    """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line-layout
-    records, by ``spec.encoder``.
+    """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line records.
 
     The aware encoder needs the queries of the same rows, ``q`` [n * 128, n_head, D], or
     ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated queries; the published one
@@ -89,9 +88,9 @@ def encode(
     n = int(getattr(k, "shape", (0,))[0])
     if n == 0 or n % GROUP:
         raise InputError("k", found=f"{n} rows", needed=f"a multiple of {GROUP}, one at least")
-    source = "rows" if q is not None else "none" if query_moment is None else "moment"
-    if spec.encoder != "aware":
-        source, q, query_moment = "none", None, None
+    source = "none"
+    if spec.encoder == "aware" and (q is not None or query_moment is not None):
+        source = "moment" if q is None else "rows"
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
@@ -99,18 +98,14 @@ def encode(
     rows_v = check_rows(device, "v", v, shape, stored=True)
     shape = (n, spec.n_head, spec.head_dim)
     rows_q = check_rows(device, "q", q, shape, stored=True).array if source == "rows" else None
-    groups = n // GROUP
-    pools = [
-        np.zeros((spec.n_kv_head, groups, head_layout(spec, side).nbytes), np.uint8)
-        for side in Side
-    ]
-    writes = tuple(
-        GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups)
-    )
+    each = range(n // GROUP)
+    sizes = [head_layout(spec, side).nbytes for side in Side]
+    pools = [np.zeros((spec.n_kv_head, len(each), size), np.uint8) for size in sizes]
+    writes = tuple(GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in each)
     buffers = _buffers(spec, *pools)
     if source == "moment":
-        moment = check_query_moment("query_moment", spec, query_moment)
-        buffers = replace(buffers, query_moment=moment)
+        given = check_query_moment("query_moment", spec, query_moment)
+        buffers = replace(buffers, query_moment=given)
     call = CommitCall(spec, buffers, writes, rows_k.array, rows_v.array, rows_q)
     device.run(entry, op, call)
     device.synchronize()

@@ -47,29 +47,46 @@ def nearest(x, inv_other, zero, inv_scale, qmax):
 
 
 @exact_inner
-def _add_outer(rows, dim, flat):
-    """flat [dim * dim] (lower half) += sum over 128 rows of r r^T, row after row."""
-    for i in range(0, dim, 4):
-        for j in range(0, i + 4, 16):
-            at = i * dim + j
-            a0, a1 = load64(flat, at), load64(flat, at + dim)
-            a2, a3 = load64(flat, at + 2 * dim), load64(flat, at + 3 * dim)
-            for t in range(_GROUP):
-                row = t * dim
-                x = load64(rows, row + j)
-                a0 = fma64(splat64(rows[row + i]), x, a0)
-                a1 = fma64(splat64(rows[row + i + 1]), x, a1)
-                a2 = fma64(splat64(rows[row + i + 2]), x, a2)
-                a3 = fma64(splat64(rows[row + i + 3]), x, a3)
-            store64(flat, at, a0)
-            store64(flat, at + dim, a1)
-            store64(flat, at + 2 * dim, a2)
-            store64(flat, at + 3 * dim, a3)
+def _products(a, a_at, a_line, a_step, b, b_at, b_step, n, out, at, line):
+    """``out[at + line * r :][:16]`` += sum over i < n of ``a[a_at + a_line * r + a_step * i]``
+    times ``b[b_at + b_step * i :][:16]`` for eight lines r, in the order of i.
+    """
+    s0, s1, s2 = load64(out, at), load64(out, at + line), load64(out, at + 2 * line)
+    s3, s4 = load64(out, at + 3 * line), load64(out, at + 4 * line)
+    s5, s6, s7 = load64(out, at + 5 * line), load64(out, at + 6 * line), load64(out, at + 7 * line)
+    for i in range(n):
+        x, k = load64(b, b_at + b_step * i), a_at + a_step * i
+        s0, s1 = fma64(splat64(a[k]), x, s0), fma64(splat64(a[k + a_line]), x, s1)
+        s2 = fma64(splat64(a[k + 2 * a_line]), x, s2)
+        s3 = fma64(splat64(a[k + 3 * a_line]), x, s3)
+        s4 = fma64(splat64(a[k + 4 * a_line]), x, s4)
+        s5 = fma64(splat64(a[k + 5 * a_line]), x, s5)
+        s6 = fma64(splat64(a[k + 6 * a_line]), x, s6)
+        s7 = fma64(splat64(a[k + 7 * a_line]), x, s7)
+    store64(out, at, s0)
+    store64(out, at + line, s1)
+    store64(out, at + 2 * line, s2)
+    store64(out, at + 3 * line, s3)
+    store64(out, at + 4 * line, s4)
+    store64(out, at + 5 * line, s5)
+    store64(out, at + 6 * line, s6)
+    store64(out, at + 7 * line, s7)
 
 
 @exact_inner
-def _softmax(p, at):
-    """e**(x - max) / sum of the 128 values ``p[at:]``, in place."""
+def _add_outer(rows, dim, flat):
+    """flat [dim * dim] (lower half) += sum over 128 rows of r r^T, row after row."""
+    one, n = np.int64(1), np.int64(_GROUP)
+    for j in range(0, dim, 16):
+        for i in range(j, dim, 8):
+            _products(rows, i, one, dim, rows, j, dim, n, flat, i * dim + j, dim)
+
+
+@exact_inner
+def _softmax(p, at, scale):
+    """Softmax of the 128 values ``p[at:]`` times scale, in place."""
+    for t in range(0, _GROUP, 16):
+        store64(p, at + t, load64(p, at + t) * splat64(scale))
     highest = p[at]
     for t in range(_GROUP):
         highest = max(highest, p[at + t])
@@ -110,23 +127,15 @@ def add_moments(q, keys, scale, rows, p, m_k, m_v):
         for t in range(_GROUP):
             rows[t * dim + i] = np.float64(half_to_float(q[i * _GROUP + t]))
     _add_outer(rows, dim, m_k.reshape(dim * dim))
-    for t in range(0, _GROUP, 4):
-        at = t * dim
-        for j in range(0, _GROUP, 16):
-            a0 = a1 = a2 = a3 = splat64(types.float64(0.0))
-            for i in range(dim):
-                x = load64(keys, i * _GROUP + j)
-                a0 = fma64(splat64(rows[at + i]), x, a0)
-                a1 = fma64(splat64(rows[at + dim + i]), x, a1)
-                a2 = fma64(splat64(rows[at + 2 * dim + i]), x, a2)
-                a3 = fma64(splat64(rows[at + 3 * dim + i]), x, a3)
-            to = t * _GROUP + j
-            store64(p, to, a0 * splat64(scale))
-            store64(p, to + _GROUP, a1 * splat64(scale))
-            store64(p, to + 2 * _GROUP, a2 * splat64(scale))
-            store64(p, to + 3 * _GROUP, a3 * splat64(scale))
+    for i in range(0, _GROUP * _GROUP, 16):
+        store64(p, i, splat64(types.float64(0.0)))
+    n = np.int64(_GROUP)
+    for j in range(0, _GROUP, 16):
+        for t in range(0, _GROUP, 8):
+            at = t * dim
+            _products(rows, at, dim, np.int64(1), keys, j, n, dim, p, t * _GROUP + j, n)
     for t in range(_GROUP):
-        _softmax(p, t * _GROUP)
+        _softmax(p, t * _GROUP, scale)
     _add_outer(p, np.int64(_GROUP), m_v.reshape(_GROUP * _GROUP))
 
 
