@@ -75,6 +75,8 @@ class LayerSpec:
 
     ``window`` is in tokens and counts the query itself; ``sink_tokens`` is in tokens. ``None`` for
     ``head_dim_v``, ``sink_tokens`` or ``scale`` stands for a default and reads back as the number.
+    ``encoder``: ``published`` (bytes as other engines write them) or ``aware`` (codes chosen for
+    the queries of the rows: less error in attention, and queries staged beside K and V).
     A shape no kernel takes (head_dim 80) can be built: the capability tables refuse it, with the
     list of what they take. Raises InputError on a wrong number, RequestError on a wrong name.
     """
