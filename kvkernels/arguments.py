@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkernels.backend import Device, Rows
 from kvkernels.calls import SeqView
@@ -101,6 +102,50 @@ def check_sink_logits(spec: LayerSpec, sink_logits: Any) -> Any:
     if not np.isfinite(array).all():
         raise NonFiniteError("sink_logits", found="NaN or infinity", needed="finite values")
     return np.ascontiguousarray(array, np.float32)
+
+
+def check_query_moment(field: str, spec: LayerSpec, moment: Any) -> NDArray[np.float64]:
+    """The sum of q q^T over un-rotated queries per KV head, float64 [n_kv_head, D, D]."""
+    array = np.asarray(moment)
+    shape = (spec.n_kv_head, spec.head_dim, spec.head_dim)
+    if array.shape != shape or array.dtype.kind != "f":
+        raise InputError(field, found=f"{array.dtype} {array.shape}", needed=f"floats {shape}")
+    if not np.isfinite(array).all():
+        raise NonFiniteError(field, found="NaN or infinity", needed="finite values")
+    array = array.astype(np.float64)
+    array = (array + array.swapaxes(1, 2)) / 2
+    for head, m in enumerate(array):
+        least, trace = np.linalg.eigvalsh(m)[0], np.trace(m)
+        if least < -1e-3 * max(trace, 0) / len(m):
+            raise InputError(
+                field,
+                found=f"eigenvalue {least:.3g} in KV head {head}",
+                needed="a sum of q q^T, which has none below 0",
+            )
+    return np.ascontiguousarray(array)
+
+
+def check_query_moments(
+    layers: Sequence[LayerSpec], given: Sequence[Any] | None
+) -> tuple[NDArray[np.float64] | None, ...]:
+    """One moment or None per layer; () when none were given."""
+    if given is None:
+        return ()
+    if len(given) != len(layers):
+        raise InputError(
+            "query_moments", found=f"{len(given)} entries", needed=f"one per layer: {len(layers)}"
+        )
+    found: list[NDArray[np.float64] | None] = []
+    for index, (spec, moment) in enumerate(zip(layers, given, strict=True)):
+        name = f"query_moments[{index}]"
+        if moment is not None and spec.encoder != "aware":
+            raise InputError(
+                name,
+                found=f"a moment for encoder={spec.encoder!r}",
+                needed="None, or encoder='aware'",
+            )
+        found.append(None if moment is None else check_query_moment(name, spec, moment))
+    return tuple(found)
 
 
 def check_rows(

@@ -9,7 +9,7 @@ it was (C8).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvkernels.dispatch import Decision, confirm
@@ -49,12 +49,15 @@ class Cache:
         order = list(plan.pages)
         self.class_of = tuple(order.index(page_key(layer.spec)) for layer in plan.layers)
         self.buffers = tuple(
-            self.device.allocate(
-                layer.spec,
-                *plan.pages[page_key(layer.spec)],
-                keep_queries=plan.limits.keep_queries,
+            replace(
+                self.device.allocate(
+                    layer.spec,
+                    *plan.pages[page_key(layer.spec)],
+                    keep_queries=plan.stages_queries(index),
+                ),
+                query_moment=plan.query_moment(index),
             )
-            for layer in plan.layers
+            for index, layer in enumerate(plan.layers)
         )
         self._state: State = MappingProxyType({})
         self._decisions: dict[AttentionOp, Decision] = {}

@@ -76,7 +76,9 @@ class LayerBuffers:
     k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact: fp16
     [n_kv_head, blocks, D, 128], v_exact: fp16 [n_kv_head, blocks, 128, D], both rotated; q_exact:
     fp16 [n_head, blocks, D, 128], rotated, or None when queries are not staged. One KV head's
-    records are contiguous, heads are never interleaved (codec.md 5b).
+    records are contiguous, heads are never interleaved (codec.md 5b). query_moment: float64
+    [n_kv_head, D, D] of un-rotated queries, which replaces staged ones for the aware encoder.
+    ``prepared`` is for a backend to keep what it derives from that.
     """
 
     k_records: Any
@@ -87,6 +89,8 @@ class LayerBuffers:
     slots: int
     blocks: int
     layout: str = "line"
+    query_moment: Any | None = None
+    prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
@@ -133,7 +137,7 @@ class CommitCall:
     shows.
 
     k, v: float32 [n_rows, n_kv_head, D]; q: float32 [n_rows, n_head, D] or None. Rows are rotated,
-    rounded to fp16, and only then quantised (codec.md section 2).
+    rounded to fp16, and only then quantised (codec.md section 2), by the layer's encoder.
     """
 
     layer: LayerSpec

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.arguments import by_sequence, check_bias, check_rows, check_sink_logits
+from kvkernels.arguments import (
+    by_sequence,
+    check_bias,
+    check_query_moment,
+    check_rows,
+    check_sink_logits,
+)
 from kvkernels.backend import Device
 from kvkernels.calls import (
     AttendCall,
@@ -60,34 +66,48 @@ def _decided(device: Device, op: AttentionOp, policy: Policy | None = None) -> s
     return str(decision.entry)
 
 
-def encode(k: Any, v: Any, spec: LayerSpec, *, device: Device | str = "cpu:0") -> Records:
-    """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line-layout
-    records.
+def encode(
+    k: Any,
+    v: Any,
+    spec: LayerSpec,
+    *,
+    q: Any = None,
+    query_moment: Any = None,
+    first_group: int = 0,
+    device: Device | str = "cpu:0",
+) -> Records:
+    """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line records.
 
-    Raises InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
+    The aware encoder needs the queries of the same rows, ``q`` [n * 128, n_head, D], or
+    ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated queries; the published one
+    ignores them. ``first_group``: the place of the first group in its sequence; keys of group 0,
+    with the sink token, are never clipped. Raises InputError (shape, dtype), NonFiniteError,
+    UnsupportedOp with every reason.
     """
     device = _device(device)
     n = int(getattr(k, "shape", (0,))[0])
     if n == 0 or n % GROUP:
-        raise InputError(
-            "k", found=f"{n} rows", needed=f"a multiple of {GROUP}, at least one group"
-        )
-    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT)
+        raise InputError("k", found=f"{n} rows", needed=f"a multiple of {GROUP}, one at least")
+    source = "none"
+    if spec.encoder == "aware" and (q is not None or query_moment is not None):
+        source = "moment" if q is None else "rows"
+    op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
     rows_k = check_rows(device, "k", k, shape, stored=True)
     rows_v = check_rows(device, "v", v, shape, stored=True)
-    groups = n // GROUP
-    pools = [
-        np.zeros((spec.n_kv_head, groups, head_layout(spec, side).nbytes), np.uint8)
-        for side in Side
-    ]
-    writes = tuple(GroupWrite(g, g * GROUP, 0, GROUP, -1, -1, g) for g in range(groups))
-    device.run(
-        entry,
-        op,
-        CommitCall(spec, _buffers(spec, *pools), writes, rows_k.array, rows_v.array, None),
-    )
+    shape = (n, spec.n_head, spec.head_dim)
+    rows_q = check_rows(device, "q", q, shape, stored=True).array if source == "rows" else None
+    each = range(n // GROUP)
+    sizes = [head_layout(spec, side).nbytes for side in Side]
+    pools = [np.zeros((spec.n_kv_head, len(each), size), np.uint8) for size in sizes]
+    writes = tuple(GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in each)
+    buffers = _buffers(spec, *pools)
+    if source == "moment":
+        given = check_query_moment("query_moment", spec, query_moment)
+        buffers = replace(buffers, query_moment=given)
+    call = CommitCall(spec, buffers, writes, rows_k.array, rows_v.array, rows_q)
+    device.run(entry, op, call)
     device.synchronize()
     return Records(spec, pools[0], pools[1])
 

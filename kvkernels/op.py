@@ -23,6 +23,7 @@ STANDARD_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 CACHE_TYPES = (*KVARN_BITS, *STANDARD_TYPES)
 ATTENTION_KINDS = ("dense", "mla")
 ENCODERS = ("published", "aware")
+QUERY_SOURCES = ("none", "rows", "moment")  # what the aware encoder weighs K's errors with
 BIAS_KINDS = ("none", "bool", "additive")
 OP_SCHEMA = "kvk.op/1"
 
@@ -74,6 +75,8 @@ class LayerSpec:
 
     ``window`` is in tokens and counts the query itself; ``sink_tokens`` is in tokens. ``None`` for
     ``head_dim_v``, ``sink_tokens`` or ``scale`` stands for a default and reads back as the number.
+    ``encoder``: ``published`` (bytes as other engines write them) or ``aware`` (codes chosen for
+    the queries of the rows: less error in attention, and queries staged beside K and V).
     A shape no kernel takes (head_dim 80) can be built: the capability tables refuse it, with the
     list of what they take. Raises InputError on a wrong number, RequestError on a wrong name.
     """
@@ -204,6 +207,7 @@ class AttentionOp:
     bias: str = "none"
     bias_stride: int = 0
     encoder: str = "published"
+    queries: str = "none"
     activations: str = "auto"
     alignment: int = 64
     max_offset: int = 0

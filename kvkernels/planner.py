@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvkernels.arguments import check_query_moments
 from kvkernels.backend import Device
 from kvkernels.dispatch import Decision, Policy, decide
 from kvkernels.errors import InputError, RequestError, UnsupportedOp, did_you_mean
@@ -19,6 +20,9 @@ from kvkernels.records.layout import GROUP
 from kvkernels.settings import DEFAULT_WINDOW_CHUNK, settings
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvkernels.cache import Cache
 
 
@@ -32,7 +36,8 @@ class Limits:
 
     n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: rows
     that can always be taken back; verify: largest number of draft rows checked in one decode;
-    keep_queries: stage the rotated queries of open groups (for encoders that use them);
+    keep_queries: stage the rotated queries of open groups in every layer (those of layers with
+    the aware encoder are staged anyway, unless they have a query moment);
     window_chunk: tokens materialised at a time in prefill (None: from ``KVK_WINDOW_CHUNK``, default
     65536; 0 and below: 65536).
     """
@@ -92,6 +97,16 @@ class Plan:
     policy: Policy
     layers: tuple[LayerPlan, ...]
     window_chunk: int
+    query_moments: tuple[NDArray[np.float64] | None, ...] = ()
+
+    def query_moment(self, layer: int) -> NDArray[np.float64] | None:
+        """The moment that stands for a layer's queries, if one was given."""
+        return self.query_moments[layer] if self.query_moments else None
+
+    def stages_queries(self, layer: int) -> bool:
+        """Whether the cache keeps the rotated queries of the layer's open groups."""
+        aware = self.layers[layer].spec.encoder == "aware"
+        return self.limits.keep_queries or (aware and self.query_moment(layer) is None)
 
     def op(self, layer: int, *, n_q: int = 1, n_kv: int | None = None) -> AttentionOp:
         """The operation that attention of ``layer`` would build for one sequence (for
@@ -132,8 +147,8 @@ class Plan:
     def memory(self) -> Memory:
         """Resident bytes, exact to the byte."""
         total = Memory()
-        for layer in self.layers:
-            sizes = LayerSizes.of(layer.spec, keep_queries=self.limits.keep_queries)
+        for index, layer in enumerate(self.layers):
+            sizes = LayerSizes.of(layer.spec, keep_queries=self.stages_queries(index))
             total += sizes.memory(*self.pages[page_key(layer.spec)])
         return total
 
@@ -144,7 +159,7 @@ class Plan:
             layer = self.layers[indices[0]]
             entries = sorted({str(d.entry) for d in layer.attend})
             routes = sorted({str(d.route) for d in layer.attend})
-            sizes = LayerSizes.of(spec, keep_queries=self.limits.keep_queries)
+            sizes = LayerSizes.of(spec, keep_queries=self.stages_queries(indices[0]))
             memory = sizes.memory(*self.pages[page_key(spec)])
             window = "full" if spec.window is None else f"window {spec.window}"
             lines.append(
@@ -172,6 +187,8 @@ def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -
     new ones included.
     """
     past = n_kv - n_q
+    # A cache gives the aware encoder the queries of the rows, or the plan's moment of them.
+    weighs = spec.encoder == "aware" and facts.get("kind") == OpKind.COMMIT
     sealed = past // GROUP * GROUP
     given: dict[str, Any] = {
         "n_q": n_q,
@@ -180,16 +197,24 @@ def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -
         "stage": past > 0,
         "current": True,
         "sink_rows": min(spec.sink_tokens, past),
+        "queries": "rows" if weighs else "none",
     }
     return AttentionOp.for_layer(spec, device, **(given | facts))
 
 
 def plan(
-    layers: Sequence[LayerSpec], device: Device, limits: Limits, policy: Policy | None = None
+    layers: Sequence[LayerSpec],
+    device: Device,
+    limits: Limits,
+    policy: Policy | None = None,
+    *,
+    query_moments: Sequence[Any] | None = None,
 ) -> Plan:
     """Decide for every layer at n_q in {1, verify, n_ubatch} x n_kv in {shortest, n_ctx}, and for
     its commit.
 
+    ``query_moments``: per layer None or float [n_kv_head, D, D], the sum of q q^T over un-rotated
+    queries of all query heads of a KV head; a layer with the aware encoder then stages no queries.
     Raises UnsupportedOp that lists every refused layer with every reason; nothing is allocated
     then.
     """
@@ -197,6 +222,7 @@ def plan(
         raise InputError("layers", found="none", needed="at least one LayerSpec")
     policy = policy or Policy()
     by_spec = {spec: _decide_layer(spec, device, limits, policy) for spec in dict.fromkeys(layers)}
+    moments = check_query_moments(layers, query_moments)
     refused, labels = [], []
     for spec, indices in _runs(layers):
         layer = by_spec[spec]
@@ -214,6 +240,7 @@ def plan(
         policy,
         tuple(by_spec[spec] for spec in layers),
         chunk if chunk > 0 else DEFAULT_WINDOW_CHUNK,
+        moments,
     )
 
 

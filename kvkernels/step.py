@@ -170,7 +170,7 @@ class Step:
             f"{name} of layer {layer}",
             array,
             (self.n_rows, heads, dim),
-            stored=name != "q",
+            stored=name != "q" or self._cache.plan.stages_queries(layer),
             place=place,
         )
 
@@ -205,7 +205,7 @@ class Step:
                     writes=writes[cache.class_of[layer]],
                     k=k.array,
                     v=v.array,
-                    q=q.array if cache.plan.limits.keep_queries else None,
+                    q=q.array if cache.plan.stages_queries(layer) else None,
                 )
                 cache.device.run(str(planned.commit.entry), planned.commit.op, call)
             cache.device.synchronize()

@@ -131,7 +131,7 @@ class CpuDevice:
         elif entry == "cpu/attend_materialized":
             _expect(call, AttendCall)
             attend_window(call, self.scratch)
-        elif entry == "cpu/commit":
+        elif entry in ("cpu/commit", "cpu/commit_aware"):
             _expect(call, CommitCall)
             commit(call, self.scratch, self.pool)
         elif entry == "cpu/materialize":

@@ -79,6 +79,21 @@ TABLE: tuple[Capability, ...] = (
         numerics="the published encoder to the byte, sums in float64",
     ),
     Capability(
+        entry="cpu/commit_aware",
+        kind=OpKind.COMMIT,
+        route=Route.NATIVE,
+        requires=(
+            *_records,
+            equal("encoder", "aware"),
+            one_of(
+                "queries",
+                ("rows", "moment"),
+                hint="the aware encoder needs queries of the same rows (q=) or query_moment=",
+            ),
+        ),
+        numerics="the aware encoder in float64, in a fixed order of operations",
+    ),
+    Capability(
         entry="cpu/materialize",
         kind=OpKind.MATERIALIZE,
         route=Route.NATIVE,

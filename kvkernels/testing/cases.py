@@ -186,6 +186,15 @@ def _windows() -> Iterator[Case]:
     yield _case("window", 200, 200, window=60, head_dim=64)
 
 
+def _encoders() -> Iterator[Case]:
+    """Records of the aware encoder in attention: other codes and axes, nothing else new."""
+    for bits in BITS:
+        shape: dict[str, Any] = {"k": f"kvarn{bits}", "v": f"kvarn{bits}", "encoder": "aware"}
+        yield _case("aware", 450, 3, n_head=6, head_dim=64, quick=bits == 4, **shape)
+        yield _case("aware", 300, 40, head_dim=128, **shape)
+    yield _case("aware", 700, 2, window=150, encoder="aware", n_head=8, quick=True)
+
+
 def _batches() -> Iterator[Case]:
     """Several sequences in one step, alike and not (B7)."""
     yield _case("batch", (1, 33, 97, 128, 129, 192), 1, head_dim=64, quick=True)
@@ -229,13 +238,22 @@ def _refusals() -> Iterator[Case]:
     )  # fmt: skip
     for name in ("f16", "q8_0", "q4_0"):
         yield _case("refuse", k=name, v=name, reasons=("op.k_type", "op.v_type"), **no)
-    yield _case("refuse", encoder="aware", tag="aware", reasons=("op.encoder",), **no)
 
 
 @cache
 def cases() -> tuple[Case, ...]:
     """Every case, in a fixed order."""
-    families = (_widths, _lengths, _heads, _scores, _windows, _batches, _masks, _refusals)
+    families = (
+        _widths,
+        _lengths,
+        _heads,
+        _scores,
+        _windows,
+        _encoders,
+        _batches,
+        _masks,
+        _refusals,
+    )
     found = tuple(case for family in families for case in family())
     assert len({case.id for case in found}) == len(found), "case ids must be unique"
     return found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.cpu import reference
+from kvkernels.cpu import reference, reference_aware
 from kvkernels.cpu.reference_attend import alibi_slopes, visible
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, Side
@@ -32,6 +32,7 @@ class RowsModel:
         self.spec = spec
         self.k: list[NDArray[Any]] = []
         self.v: list[NDArray[Any]] = []
+        self.q: list[NDArray[Any]] = []
         self.resident: set[int] = set()
         self._exact: list[tuple[F64, F64]] = []
         self._records: dict[int, tuple[F64, F64]] = {}
@@ -41,12 +42,14 @@ class RowsModel:
         """Rows stored."""
         return len(self.k)
 
-    def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
-        """Rows [n, n_kv_head, D] of a committed step."""
+    def append(self, k: NDArray[Any], v: NDArray[Any], q: NDArray[Any] | None = None) -> None:
+        """Rows [n, n_kv_head, D] of a committed step; ``q`` [n, n_head, D] for the aware
+        encoder."""
         before = self.n // GROUP
         k, v = np.array(k, np.float32), np.array(v, np.float32)
         self.k += list(k)
         self.v += list(v)
+        self.q += [] if q is None else list(np.array(q, np.float32))
         self._exact += zip(_through_stage(k), _through_stage(v), strict=True)
         open_group = self.n // GROUP
         sinks = set(range(min(self.spec.sink_tokens // GROUP, open_group + 1)))
@@ -56,7 +59,7 @@ class RowsModel:
     def rollback(self, n: int) -> None:
         """Drop the newest ``n`` rows."""
         keep = self.n - n
-        del self.k[keep:], self.v[keep:], self._exact[keep:]
+        del self.k[keep:], self.v[keep:], self.q[keep:], self._exact[keep:]
         last = keep // GROUP if keep % GROUP else keep // GROUP - 1
         self.resident = {g for g in self.resident if g <= last}
         self._records = {g: r for g, r in self._records.items() if g < keep // GROUP}
@@ -64,20 +67,40 @@ class RowsModel:
     def copy(self) -> RowsModel:
         """An independent model with the same rows."""
         twin = RowsModel(self.spec)
-        twin.k, twin.v, twin._exact = list(self.k), list(self.v), list(self._exact)
+        twin.k, twin.v, twin.q = list(self.k), list(self.v), list(self.q)
+        twin._exact = list(self._exact)
         twin.resident, twin._records = set(self.resident), dict(self._records)
         return twin
 
     def record_bytes(self, group: int) -> tuple[Bytes, Bytes]:
-        """K and V records of a sealed group by the reference encoder: uint8 [n_kv_head, bytes]."""
+        """K and V records of a sealed group by the layer's encoder, from the reference: uint8
+        [n_kv_head, bytes].
+        """
         rows = slice(group * GROUP, (group + 1) * GROUP)
         spec = self.spec
         assert spec.k_bits is not None
         assert spec.v_bits is not None
         k, v = np.array(self.k[rows]), np.array(self.v[rows])
+        keys, values = k.swapaxes(0, 1), v.swapaxes(0, 1)
+        if spec.encoder == "published":
+            return (
+                np.stack([reference.encode(x, Side.K, spec.k_bits) for x in keys]),
+                np.stack([reference.encode(x, Side.V, spec.v_bits) for x in values]),
+            )
+        queries = np.array(self.q[rows]).swapaxes(0, 1).reshape(spec.n_kv_head, spec.gqa, GROUP, -1)
         return (
-            np.stack([reference.encode(x, Side.K, spec.k_bits) for x in k.swapaxes(0, 1)]),
-            np.stack([reference.encode(x, Side.V, spec.v_bits) for x in v.swapaxes(0, 1)]),
+            np.stack(
+                [
+                    reference_aware.encode(x, Side.K, spec.k_bits, q=q, may_refit=group > 0)
+                    for x, q in zip(keys, queries, strict=True)
+                ]
+            ),
+            np.stack(
+                [
+                    reference_aware.encode(x, Side.V, spec.v_bits, q=q, keys=own, scale=spec.scale)
+                    for x, own, q in zip(values, keys, queries, strict=True)
+                ]
+            ),
         )
 
     def attend(

@@ -189,7 +189,7 @@ class Bench:
             with self.cache.step({i: stop - start for i, (start, stop) in now.items()}) as step:
                 step.attend(0, *arrays, sink_logits=inputs.sink_logits(self.case))
             for i, part in zip(now, parts, strict=True):
-                models[i].append(part[1], part[2])
+                models[i].append(part[1], part[2], part[0])
 
     def run(self, decision: Decision, forced: str | None) -> Result:
         """Attend twice by the decided entry, compare, and look at the guards."""

@@ -138,8 +138,8 @@ class Twin:
         step.commit()
         for seq in n_tokens:
             models = self.models.setdefault(seq, self.model(seq))
-            for model, (_, k, v) in zip(models, parts[seq], strict=True):
-                model.append(k, v)
+            for model, (q, k, v) in zip(models, parts[seq], strict=True):
+                model.append(k, v, q)
             assert self.cache.length(seq) == models[0].n
         return outs
 

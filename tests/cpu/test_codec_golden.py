@@ -63,9 +63,9 @@ def smooth_tile(side: Side) -> Any:
 def seal_tile(tile: Any, side: Side, bits: int) -> Any:
     """One quantiser-oriented fp16 tile through the kernel -> its stream record."""
     layout = RecordLayout(side, bits, 128)
-    rows = np.ascontiguousarray(tile.T if side == Side.K else tile)
+    stage = np.ascontiguousarray(tile).view(np.uint16).reshape(-1)
     out = np.zeros(layout.nbytes, np.uint8)
-    assert codec.seal_head(rows.view(np.uint16), side == Side.V, bits, out) == 0
+    assert codec.seal_head(stage, side == Side.V, bits, *codec.seal_workspace(), out) == 0
     return line_to_stream(out, layout)
 
 
@@ -153,8 +153,10 @@ def test_F32_writer_reader_and_format_agree_on_sizes(bits: int) -> None:
             rows = np.random.default_rng(3).normal(size=(128, head_dim)).astype(np.float16)
             assert reference.encode(rows, side, bits, rotated=True).nbytes == head.nbytes
             guard = np.full(head.nbytes + 64, 0xA5, np.uint8)
-            is_value, stage = side == Side.V, rows.view(np.uint16)
-            assert codec.seal_head(stage, is_value, bits, guard[: head.nbytes]) == 0
+            is_value = side == Side.V
+            stage = np.ascontiguousarray(rows if is_value else rows.T).view(np.uint16).reshape(-1)
+            work = codec.seal_workspace()
+            assert codec.seal_head(stage, is_value, bits, *work, guard[: head.nbytes]) == 0
             assert (guard[head.nbytes :] == 0xA5).all()
             # The last bytes of a record are its last axis entry, never left over: fp16, not 0xA5A5.
             assert guard[head.nbytes - 2 : head.nbytes].tobytes() != b"\xa5\xa5"

@@ -10,9 +10,9 @@ import pytest
 
 from kvkernels.bench.demo import TEXTS, capture
 from kvkernels.cpu import reference
-from kvkernels.cpu.kernels import codec
+from kvkernels.cpu.kernels import balance, codec
 from kvkernels.cpu.kernels.jit import exact_kernel
-from kvkernels.cpu.kernels.seal import _quantise, _write_axes
+from kvkernels.cpu.kernels.seal import quantise, write_axes
 from kvkernels.errors import InputError, NonFiniteError
 from kvkernels.records.layout import BITS, HEAD_DIMS, LINE, STREAM, HeadLayout, Side
 from kvkernels.records.packing import line_to_stream, split
@@ -20,13 +20,21 @@ from kvkernels.records.packing import line_to_stream, split
 
 # Parts of kernels have no wrapper for Python; these do.
 @exact_kernel
-def write_axes(scale, zero, other, out):
-    return _write_axes(scale, zero, other, out)
+def axes_to_half(w, rows, cols, out):
+    return write_axes(w, rows, cols, out, np.int64(0))
 
 
 @exact_kernel
-def quantise(x, bc, br, bits, codes, scale, zero):
-    _quantise(x, bc, br, bits, codes, scale, zero)
+def codes_of(w, rows, cols, bits, codes):
+    quantise(w, rows, cols, bits, codes)
+
+
+WORK = codec.seal_workspace()
+
+
+def seal_status(rows: Any, side: Side, bits: int, out: Any) -> int:
+    tile = np.ascontiguousarray(rows.T if side == Side.K else rows)  # as the stage keeps it
+    return codec.seal_head(tile.view(np.uint16).reshape(-1), side == Side.V, bits, *WORK, out)
 
 
 def gaussian(head_dim: int, seed: int = 0) -> Any:
@@ -65,7 +73,7 @@ def patterns(head_dim: int) -> dict[str, Any]:
 
 def seal(rows: Any, side: Side, bits: int) -> Any:
     out = np.zeros(HeadLayout(side, bits, rows.shape[1]).nbytes, np.uint8)
-    assert codec.seal_head(rows.view(np.uint16), side == Side.V, bits, out) == 0
+    assert seal_status(rows, side, bits, out) == 0
     return out
 
 
@@ -151,10 +159,12 @@ def test_codec8_the_shift_happens_and_keeps_values() -> None:
     assert (s[0], z[0], o[1]) == (1.5, -40_000.0, 3.0)
     with pytest.raises(InputError, match="zero"):
         reference._half_axes(scale, zero * np.float32(2), other)
-    out = np.empty(4, np.uint16)
-    assert write_axes(scale, zero, other, out)
-    assert np.array_equal(out, np.concatenate((s, z, o)).view(np.uint16))
-    assert not write_axes(scale, zero * np.float32(2), other, out)
+    w, out = WORK[0], np.empty(8, np.uint8)
+    w[balance.SCALE], w[balance.ZERO], w[balance.BC : balance.BC + 2] = scale[0], zero[0], other
+    assert axes_to_half(w, 1, 2, out)
+    assert out.tobytes() == np.concatenate((s, z, o)).tobytes()
+    w[balance.ZERO] *= 2
+    assert not axes_to_half(w, 1, 2, out)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -162,14 +172,10 @@ def test_codec8_nonfinite_rows_are_refused_by_both(bad: float) -> None:
     rows = gaussian(256)
     rows[5, 200] = bad
     out = np.zeros(HeadLayout(Side.K, 4, 256).nbytes, np.uint8)
-    for is_value in (False, True):
-        assert codec.seal_head(rows.view(np.uint16), is_value, 4, out) == 1
+    for side in Side:
+        assert seal_status(rows, side, 4, out) == 1
     with pytest.raises(NonFiniteError, match=r"at \(72, 5\)"):
         reference.encode(rows, Side.K, 4, rotated=True)
-    groups = np.stack([gaussian(256), gaussian(256, 1), rows]).view(np.uint16)
-    sealed = np.zeros((3, out.size), np.uint8)
-    assert codec.seal_groups(groups, False, 4, sealed) == 3
-    assert codec.seal_groups(groups[:2], False, 4, sealed[:2]) == 0
 
 
 def test_F29_5_a_record_does_not_depend_on_its_neighbours() -> None:
@@ -179,11 +185,10 @@ def test_F29_5_a_record_does_not_depend_on_its_neighbours() -> None:
     for side in Side:
         alone = seal(a, side, 4)
         for mate in (b, loud):
-            for order in ((a, mate), (mate, a)):
-                stage = np.stack(order).view(np.uint16)
-                out = np.zeros((2, alone.size), np.uint8)
-                assert codec.seal_groups(stage, side == Side.V, 4, out) == 0
-                assert np.array_equal(out[0 if order[0] is a else 1], alone)
+            seal(mate, side, 4)  # leaves its values in the workspace
+            assert np.array_equal(seal(a, side, 4), alone)
+            WORK[0].fill(np.nan)
+            assert np.array_equal(seal(a, side, 4), alone)
     # Slices of one head are tiles of their own too.
     scaled = a.copy()
     scaled[:, 128:] = loud[:, 128:]
@@ -216,14 +221,16 @@ def test_F31_ramp_uses_all_codes_through_the_encoder(bits: int) -> None:
 def test_codec5_half_rounds_away_from_zero_exactly() -> None:
     """Codes of x.5 go up; the largest float below one half stays at 0."""
     below = np.nextafter(np.float32(0.5), np.float32(0))
-    tile = np.array([[0, below, 0.5, 1.5, 2.5, 3]], np.float32)
-    ones, one = np.ones(6, np.float32), np.ones(1, np.float32)
-    assert reference.quantise(tile, ones, one, 2)[0].tolist() == [[0, 0, 1, 2, 3, 3]]
-    even = reference.quantise(tile, ones, one, 2, "half_even")[0].tolist()
-    assert even == [[0, 0, 0, 2, 2, 3]]
-    codes, scale, zero = np.empty((1, 6), np.uint8), one.copy(), one.copy()
-    quantise(tile, ones, one, 2, codes, scale, zero)
-    assert codes.tolist() == [[0, 0, 1, 2, 3, 3]]
+    tile = np.array([[0, below, 0.5, 1.5, 2.5, 3] + 10 * [0]], np.float32)
+    ones, one = np.ones(16, np.float32), np.ones(1, np.float32)
+    want = [0, 0, 1, 2, 3, 3] + 10 * [0]
+    assert reference.quantise(tile, ones, one, 2)[0][0].tolist() == want
+    even = reference.quantise(tile, ones, one, 2, "half_even")[0][0].tolist()
+    assert even[:6] == [0, 0, 0, 2, 2, 3]
+    w, codes = WORK[0], np.empty(16, np.uint8)
+    w[:16], w[balance.BC : balance.BC + 16], w[balance.BR] = tile[0], 1, 1
+    codes_of(w, 1, 16, 2, codes)
+    assert codes.tolist() == want
 
 
 def test_codec4_a_tie_goes_to_the_later_iterate() -> None:
@@ -264,12 +271,10 @@ def test_codec5b_groups_are_heads_one_after_the_other(head_dim: int) -> None:
     heads = np.stack([gaussian(head_dim, seed) for seed in range(3)])
     for side in Side:
         head = HeadLayout(side, 3, head_dim)
-        out = np.zeros((3, head.nbytes), np.uint8)
-        assert codec.seal_groups(heads.view(np.uint16), side == Side.V, 3, out) == 0
+        out = np.stack([seal(rows, side, 3) for rows in heads])
         rows = np.empty((3, 128, head_dim), np.float32)
         codec.decode_groups(out, side == Side.V, 3, head_dim, rows)
         for i in range(3):
-            assert np.array_equal(out[i], seal(heads[i], side, 3))
             stream = line_to_stream(out[i].reshape(head.n_slices, -1), head.record).reshape(-1)
             want = reference.decode(stream, side, 3, head_dim, STREAM)
             assert np.array_equal(rows[i], want)

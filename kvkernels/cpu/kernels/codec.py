@@ -11,7 +11,7 @@ from kvkernels.cpu.kernels.rotate import (
     rotate_rows,
     rotate_rows_to_half,
 )
-from kvkernels.cpu.kernels.seal import seal_groups, seal_head
+from kvkernels.cpu.kernels.seal import seal_head, seal_workspace
 
 __all__ = [
     "decode_groups",
@@ -20,6 +20,6 @@ __all__ = [
     "largest_bits",
     "rotate_rows",
     "rotate_rows_to_half",
-    "seal_groups",
     "seal_head",
+    "seal_workspace",
 ]

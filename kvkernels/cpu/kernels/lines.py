@@ -10,8 +10,10 @@ import numpy as np
 
 from kvkernels.cpu.kernels.half import half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
+from kvkernels.cpu.kernels.wide import either, field, load_codes, store_words, whole
 
 _GROUP = 128
+_NONE = np.int64(0)
 
 
 @exact_inner
@@ -27,36 +29,25 @@ def _planes(bits):
 
 
 @exact_inner
-def _pack_plane(codes, words, red, out, width, mask, shift):
-    """Line words uint32 of one block: ``width``-bit fields of 32 reductions x 16 outputs."""
-    for i in range(16 * width):
-        words[i] = np.uint32(0)
-    for quad in range(8):
-        line = words[16 * (quad % width) : 16 * (quad % width) + 16]
-        at = np.uint32((quad // width) * width)
-        for i in range(4):
-            c = codes[red + 4 * quad + i, out : out + 16]
-            left = np.uint32(8 * i) + at
-            for o in range(16):
-                line[o] |= ((np.uint32(c[o]) >> shift) & mask) << left
-
-
-@exact_inner
-def pack_lines(codes, bits, words):
-    """codes uint8 [RED, OUT] -> line words uint32 [RED * OUT * bits / 32]."""
-    n_red, n_out = codes.shape
+def pack_lines(codes, n_red, n_out, bits, out, at):
+    """codes uint8 [RED * OUT] -> code bytes of the record, uint8 ``out[at:]``."""
     main, extra = _planes(bits)
-    mask, extra_mask = np.uint32((1 << main) - 1), np.uint32((1 << extra) - 1)
-    at = 0
-    for out in range(0, n_out, 16):
+    for first in range(0, n_out, 16):
         for red in range(0, n_red, 32):
-            block = words[at : at + 16 * main]
-            _pack_plane(codes, block, red, out, main, mask, np.uint32(0))
-            at += 16 * main
-            if extra:
-                block = words[at : at + 16 * extra]
-                _pack_plane(codes, block, red, out, extra, extra_mask, np.uint32(main))
-                at += 16 * extra
+            shift, width = _NONE, main
+            for _ in range(2 if extra else 1):  # the main fields, then what is left of the codes
+                mask = (1 << width) - 1
+                for step in range(width):
+                    line = whole(_NONE)
+                    for k in range(32 // width):  # one byte per reduction, fields side by side
+                        plane = k // 4
+                        row = red + 4 * (plane * width + step) + k % 4
+                        code = load_codes(codes, row * n_out + first)
+                        left = 8 * (k % 4) + plane * width
+                        line = either(line, field(code, shift, mask, left))
+                    store_words(out, at, line)
+                    at += 64
+                shift, width = main, extra
 
 
 @exact_inner
