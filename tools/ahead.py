@@ -33,10 +33,15 @@ def wrapper(dispatcher, kinds):
     from numba.extending import intrinsic
     from numba.np.arrayobj import populate_array
 
-    scalars = {"int": types.int64, "float": types.float32, "bool": types.boolean}
+    scalars = {
+        "int": types.int64,
+        "float": types.float32,
+        "double": types.float64,
+        "bool": types.boolean,
+    }
     dtypes = {
-        "i8": types.int64, "i4": types.int32, "f4": types.float32, "u1": types.uint8,
-        "u2": types.uint16,
+        "i8": types.int64, "i4": types.int32, "f4": types.float32, "f8": types.float64,
+        "u1": types.uint8, "u2": types.uint16,
     }  # fmt: skip
     arguments = tuple(
         types.Array(dtypes[k.split("*")[0]], int(k.split("*")[1]), "C") if "*" in k else scalars[k]
@@ -64,6 +69,8 @@ def wrapper(dispatcher, kinds):
                     raw = take()
                     if kind == types.float32:
                         raw = builder.bitcast(builder.trunc(raw, ir.IntType(32)), ir.FloatType())
+                    elif kind == types.float64:
+                        raw = builder.bitcast(raw, ir.DoubleType())
                     elif kind == types.boolean:
                         raw = builder.icmp_signed("!=", raw, i64(0))
                     values.append(raw)
@@ -125,19 +132,20 @@ def self_contained(text: str) -> str:
 
 def build(isa: str, path: Path) -> None:
     """Compile every kernel of a bundle and write it."""
+    from importlib import import_module
+
     from kvkernels.cpu.ahead.runtime import FORMAT
     from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
-    from kvkernels.cpu.kernels import attend, merge, rotate
     from kvkernels.cpu.kernels.dot import ROW_BLOCKS, dot_kernel
     from kvkernels.cpu.kernels.matrix import matrix_kernel
     from kvkernels.cpu.kernels.stamp import source_stamp
     from kvkernels.records.layout import BITS
 
-    modules = {"attend": attend, "merge": merge, "rotate": rotate}
     compiled = {}
     for name, kinds in SIGNATURES.items():
         module, function = name.split(".")
-        compiled[name] = wrapper(getattr(modules[module], function), kinds)
+        source = import_module(f"kvkernels.cpu.kernels.{module}")
+        compiled[name] = wrapper(getattr(source, function), kinds)
     for rows in ROW_BLOCKS:
         for bits in BITS:
             for mode in ("i8", "i16"):

@@ -11,14 +11,9 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import CommitCall, GroupWrite, LayerBuffers, MaterializeCall
 from kvkernels.cpu import reference
-from kvkernels.cpu.kernels.aware import aware_workspace, seal_keys, seal_value
-from kvkernels.cpu.kernels.codec import (
-    rotate_rows,
-    rotate_rows_to_half,
-    seal_head,
-    seal_workspace,
-)
-from kvkernels.cpu.kernels.metric import add_moments, widen_keys
+from kvkernels.cpu.entries import compiled
+from kvkernels.cpu.kernels.aware import aware_workspace
+from kvkernels.cpu.kernels.seal import seal_workspace
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.cpu.window import materialize_head
@@ -31,7 +26,7 @@ F64 = NDArray[np.float64]
 Seal = Callable[[int], int]
 
 
-def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
+def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool, isa: str) -> None:
     """Write staged rows and records of every group in ``call.writes``;
     one group's tiles are transient at a time.
     """
@@ -42,7 +37,7 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
             # Without blocks (an engine's own memory) the queries pass through a transient tile.
             exact = np.empty(0, np.uint16) if buffers.q_exact is None else buffers.q_exact
             blocks = _blocks(exact, layer.n_head, layer.head_dim, by_channel=True)
-            queries = _stage(write, call.q, blocks, True, scratch, "query_tiles")
+            queries = _stage(write, call.q, blocks, True, scratch, "query_tiles", isa)
         staged = []
         for side, rows, exact in (
             (Side.K, call.k, buffers.k_exact),
@@ -52,9 +47,9 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool) -> None:
             # side; the quantiser takes both sides as they lie.
             by_channel = side is Side.K
             blocks = _blocks(exact, layer.n_kv_head, layer.head_dim, by_channel=by_channel)
-            staged.append(_stage(write, rows, blocks, by_channel, scratch, f"{side} tiles"))
+            staged.append(_stage(write, rows, blocks, by_channel, scratch, f"{side} tiles", isa))
         if write.slot >= 0:
-            group = _Group(layer, buffers, write, queries, *staged)
+            group = _Group(layer, buffers, write, queries, *staged, isa)
             seal = group.published if layer.encoder == "published" else group.aware
             _over_heads(seal, layer.n_kv_head, pool)
 
@@ -75,6 +70,7 @@ def _stage(
     by_channel: bool,
     scratch: Scratch,
     name: str,
+    isa: str,
 ) -> Halves:
     """Rotate the new rows, round them to fp16, put them into their block;
     returns the tiles of all heads.
@@ -82,7 +78,7 @@ def _stage(
     n_head, dim = rows.shape[1:]
     source = rows[write.source : write.source + write.rows].reshape(-1, dim)
     half = scratch.get("rotated_rows", source.shape, np.uint16)
-    rotate_rows_to_half(source, half)
+    compiled(isa, "rotate.rotate_rows_to_half")(source, half)
     if write.block >= 0:
         tiles = blocks[:, write.block]
     else:
@@ -121,6 +117,7 @@ class _Group:
     queries: Halves | None
     keys: Halves
     values: Halves
+    isa: str
 
     def _records(self, side: Side) -> tuple[int, NDArray[np.uint8]]:
         """Width and record bytes [n_kv_head, bytes] of the group's slot."""
@@ -132,7 +129,7 @@ class _Group:
 
     def published(self) -> Seal:
         (k_bits, k_out), (v_bits, v_out) = (self._records(side) for side in Side)
-        work = seal_workspace()
+        work, seal_head = seal_workspace(), compiled(self.isa, "seal.seal_head")
 
         def seal(h: int) -> int:
             bad = seal_head(self.keys[h].reshape(-1), False, k_bits, *work, k_out[h])
@@ -146,6 +143,15 @@ class _Group:
         work, rows, keys = aware_workspace(dim), np.empty(GROUP * dim), np.empty(GROUP * dim)
         weights, m_k, m_v = np.empty(GROUP * GROUP), np.empty((dim, dim)), np.empty((GROUP, GROUP))
         given = _rotated_moment(self.buffers)
+        seal_keys, seal_value, widen_keys, add_moments = (
+            compiled(self.isa, name)
+            for name in (
+                "aware.seal_keys",
+                "aware.seal_value",
+                "metric.widen_keys",
+                "metric.add_moments",
+            )
+        )
         may_refit = self.write.group > 0  # the first group holds its sequence's sink token
 
         def seal(h: int) -> int:
@@ -177,12 +183,12 @@ def _rotated_moment(buffers: LayerBuffers) -> F64 | None:
     return found
 
 
-def materialize(call: MaterializeCall) -> None:
+def materialize(call: MaterializeCall, isa: str) -> None:
     """Decode record slots of every KV head to float32 rows."""
     for head in range(call.layer.n_kv_head):
         materialize_head(
-            call.layer, call.buffers, call.slots, head, call.k_out[head], call.v_out[head]
+            call.layer, call.buffers, call.slots, head, call.k_out[head], call.v_out[head], isa
         )
         if not call.rotated:
             for rows in (call.k_out[head], call.v_out[head]):
-                rotate_rows(rows.copy(), rows)
+                compiled(isa, "rotate.rotate_rows")(rows.copy(), rows)

@@ -130,13 +130,13 @@ class CpuDevice:
             attend_records(call, self.scratch, self.pool, self.isa, blocks=blocks)
         elif entry == "cpu/attend_materialized":
             _expect(call, AttendCall)
-            attend_window(call, self.scratch)
+            attend_window(call, self.scratch, self.isa)
         elif entry in ("cpu/commit", "cpu/commit_aware"):
             _expect(call, CommitCall)
-            commit(call, self.scratch, self.pool)
+            commit(call, self.scratch, self.pool, self.isa)
         elif entry == "cpu/materialize":
             _expect(call, MaterializeCall)
-            materialize(call)
+            materialize(call, self.isa)
         else:
             names = ", ".join(row.entry for row in TABLE)
             raise InputError("entry", found=entry, needed=f"one of {names}")

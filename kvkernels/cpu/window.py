@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import AttendCall, SeqView
 from kvkernels.cpu import masks
-from kvkernels.cpu.kernels.codec import decode_head, rotate_rows
-from kvkernels.cpu.kernels.prefill import softmax_block
+from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.kernels.tiles import visible
 from kvkernels.cpu.launch import constants
 from kvkernels.cpu.scratch import Scratch
@@ -43,11 +42,11 @@ class _Run:
     body: bool
 
 
-def attend_window(call: AttendCall, scratch: Scratch) -> None:
+def attend_window(call: AttendCall, scratch: Scratch, isa: str) -> None:
     """Fill ``call.out`` and ``call.lse`` for the rows of the batch, sequence by sequence."""
     for view, mask in zip(call.batch.views, call.masks, strict=True):
         for head in range(call.layer.n_kv_head):
-            _one_head(call, view, mask, head, scratch)
+            _one_head(call, view, mask, head, scratch, isa)
 
 
 def _one_head(call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Scratch) -> None:
@@ -58,6 +57,7 @@ def _one_head(call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Sc
     q = scratch.get("q", (n, dim), np.float32)
     np.multiply(call.q[rows, heads], np.float32(layer.scale), out=q.reshape(-1, gqa, dim))
     q_rotated = scratch.get("q_rotated", (n, dim), np.float32)
+    rotate_rows = compiled(isa, "rotate.rotate_rows")
     rotate_rows(q, q_rotated)
     state = _State(
         m=scratch.get("m", (n,), np.float32),
@@ -71,8 +71,8 @@ def _one_head(call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Sc
     shape = constants(layer, call.buffers.slots, call.buffers.blocks, "f32", "generic").shape
     o = scratch.get("o", (n, dim), np.float32)
     o.fill(0)
-    block = _Block(layer, view, mask, head, shape, state)
-    for run in _past(call, view, head, scratch):
+    block = _Block(layer, view, mask, head, shape, state, compiled(isa, "prefill.softmax_block"))
+    for run in _past(call, view, head, scratch, isa):
         block.add(q_rotated, run, o)
     rotated = scratch.get("o_back", (n, dim), np.float32)
     # Everything so far lives in the rotated domain; the current rows are added un-rotated on top.
@@ -101,7 +101,7 @@ def _add_sink(sink: Floats, state: _State, o: Floats) -> None:
     state.m[:] = top
 
 
-def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch) -> Iterator[_Run]:
+def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch, isa: str) -> Iterator[_Run]:
     """Everything before the current rows: sinks, then record windows,
     then the newest exact rows.
     """
@@ -127,13 +127,19 @@ def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch) -> Itera
         edges = sorted({*edges, view.twin_group, view.twin_group + 1})
     for a, b in pairwise(edges):
         slots = view.table[a:b]
-        materialize_head(layer, buffers, slots, head, k, v)
+        materialize_head(layer, buffers, slots, head, k, v, isa)
         n = (b - a) * GROUP
         yield _Run(k[:n], v[:n], a * GROUP, a == view.twin_group, True)
 
 
 def materialize_head(
-    layer: LayerSpec, buffers: Any, slots: NDArray[np.int32], head: int, k: Floats, v: Floats
+    layer: LayerSpec,
+    buffers: Any,
+    slots: NDArray[np.int32],
+    head: int,
+    k: Floats,
+    v: Floats,
+    isa: str,
 ) -> None:
     """Decode one KV head's record slots into rotated float32 rows, ``len(slots) * 128`` of them."""
     assert layer.k_bits is not None
@@ -145,7 +151,7 @@ def materialize_head(
         nbytes = HeadLayout(side, bits, layer.head_dim).nbytes
         records = pool.reshape(layer.n_kv_head, -1, nbytes)[head]
         for i, slot in enumerate(slots):
-            decode_head(
+            compiled(isa, "lines.decode_head")(
                 records[slot],
                 side is Side.V,
                 bits,
@@ -177,6 +183,7 @@ class _Block:
     head: int
     shape: NDArray[np.int64]
     state: _State
+    softmax_block: Any
 
     def add(self, q: Floats, run: _Run, o: Floats) -> None:
         """o = o * alpha + softmax block @ V for every row block that sees something of the run."""
@@ -200,7 +207,7 @@ class _Block:
                 np.matmul(q[row : row + size], k.T, out=scores[:, :n])
                 mask, mask_head, mask_row = self._mask(first, last, run.base + key, n)
                 part = slice(row, row + size)
-                softmax_block(
+                self.softmax_block(
                     scores.reshape(-1), width, self.shape, self.view.n_past, first,
                     self.head * gqa, run.base + key, n, run.twin, run.body,
                     np.float32(self.layer.softcap), slopes, mask, mask_head, mask_row,

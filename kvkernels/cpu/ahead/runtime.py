@@ -107,13 +107,20 @@ def bundle(isa: str) -> Bundle | None:
     return found if found.usable else None
 
 
+# kind -> how its bits travel in an int64
+_FLOATS: dict[str, tuple[Any, Any]] = {
+    "float": (np.float32, np.int32),
+    "double": (np.float64, np.int64),
+}
+
+
 class AheadKernel:
     """Callable like the Numba function it was made from."""
 
     def __init__(self, name: str, address: int) -> None:
         self.name = name
         self._arrays = ["*" in kind for kind in SIGNATURES[name]]
-        self._floats = [kind == "float" for kind in SIGNATURES[name]]
+        self._floats = [_FLOATS.get(kind) for kind in SIGNATURES[name]]
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, *args: Any) -> int:
@@ -122,8 +129,8 @@ class AheadKernel:
             if is_array:
                 slots.append(_address_of(value))
                 slots += value.shape
-            elif is_float:
-                slots.append(int(np.float32(value).view(np.int32)))
+            elif is_float is not None:
+                slots.append(int(is_float[0](value).view(is_float[1])))
             else:
                 slots.append(int(value))
         packed = (ctypes.c_int64 * len(slots))(*slots)

@@ -1,8 +1,8 @@
 """Argument kinds of the kernels that are shipped as IR: what a caller packs and a wrapper unpacks.
 
-"int", "float" (float32), "bool", or an array as ``<dtype>*<dimensions>``, C-contiguous. A call is
-one int64 array: slot 0 takes the result, then every argument: its value, or an array's address and
-shape.
+"int", "float" (float32), "double", "bool", or an array as ``<dtype>*<dimensions>``, C-contiguous. A
+call is one int64 array: slot 0 takes the result, then every argument: its value, or an array's
+address and shape.
 """
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -17,6 +17,20 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "rotate.largest_bits": ("f4*1",),
     "rotate.rotate_rows": ("f4*2", "f4*2"),
     "rotate.rotate_rows_to_half": ("f4*2", "u2*2"),
+    "seal.seal_head": ("u2*1", "bool", "int", "f4*1", "f8*1", "u1*1", "u1*1"),
+    "aware.seal_keys": (
+        "u2*1", "f8*2", "bool", "int", "f4*1", "f8*1", "f8*1", "i8*1", "u1*1", "u1*1",
+    ),
+    "aware.seal_value": (
+        "u2*1", "f8*2", "bool", "int", "f4*1", "f8*1", "f8*1", "i8*1", "u1*1", "u1*1",
+    ),
+    "metric.widen_keys": ("u2*1", "f8*1"),
+    "metric.add_moments": ("u2*1", "f8*1", "double", "f8*1", "f8*1", "f8*2", "f8*2"),
+    "lines.decode_head": ("u1*1", "bool", "int", "int", "f4*2"),
+    "prefill.softmax_block": (
+        "f4*1", "int", "i8*1", "int", "int", "int", "int", "int", "bool", "bool", "float", "f4*1",
+        "f4*1", "int", "int", "f4*1", "f4*1", "f4*1",
+    ),
 }  # fmt: skip
 
 
