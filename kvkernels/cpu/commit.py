@@ -49,7 +49,7 @@ def commit(call: CommitCall, scratch: Scratch, pool: ThreadPool, isa: str) -> No
             blocks = _blocks(exact, layer.n_kv_head, layer.head_dim, by_channel=by_channel)
             staged.append(_stage(write, rows, blocks, by_channel, scratch, f"{side} tiles", isa))
         if write.slot >= 0:
-            group = _Group(layer, buffers, write, queries, *staged, isa)
+            group = _Group(layer, buffers, write, queries, staged[0], staged[1], isa)
             seal = group.published if layer.encoder == "published" else group.aware
             _over_heads(seal, layer.n_kv_head, pool)
 

@@ -49,7 +49,9 @@ def attend_window(call: AttendCall, scratch: Scratch, isa: str) -> None:
             _one_head(call, view, mask, head, scratch, isa)
 
 
-def _one_head(call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Scratch) -> None:
+def _one_head(
+    call: AttendCall, view: SeqView, mask: Any, head: int, scratch: Scratch, isa: str
+) -> None:
     layer, dim, gqa = call.layer, call.layer.head_dim, call.layer.gqa
     rows = slice(view.q_start, view.q_start + view.n_q)
     heads = slice(head * gqa, (head + 1) * gqa)
