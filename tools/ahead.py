@@ -103,8 +103,14 @@ def wrapper(dispatcher, kinds):
 
 #: what the IR may leave to the loader: our own runtime, and the C library
 PROVIDED = {
-    "NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "NRT_Free", "logf", "memset", "memcpy",
-    "memmove",
+    "NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "NRT_Free", "logf", "log", "exp",
+    "memset", "memcpy", "memmove",
+}  # fmt: skip
+#: how Numba's wrapper reports an exception; kernels raise none
+ERROR_PATHS = {
+    "numba_gil_ensure", "numba_gil_release", "numba_unpickle", "numba_do_raise",
+    "numba_runtime_build_excinfo_struct", "PyUnicode_FromString", "PyErr_WriteUnraisable",
+    "PyErr_Clear", "PyErr_SetString", "PyErr_SetNone", "PyBytes_FromStringAndSize", "Py_DecRef",
 }  # fmt: skip
 _DECLARE = re.compile(
     r"^declare (?P<result>.*?)@(?P<name>[\w.]+)\((?P<args>.*?)\)[^\n]*$", re.MULTILINE
@@ -121,6 +127,8 @@ def self_contained(text: str) -> str:
         name = match["name"]
         if name.startswith("llvm.") or name in PROVIDED:
             return match[0]
+        if name not in ERROR_PATHS:
+            raise ValueError(f"{name} is neither provided by the loader nor an error path")
         head = f"define internal {match['result']}@{name}({match['args']})"
         return head + " {\n  call void @llvm.trap()\n  unreachable\n}"
 

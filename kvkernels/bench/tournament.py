@@ -16,9 +16,7 @@ from kvkernels.errors import InputError
 
 Line = dict[str, Any]
 Lines = Sequence[Line]
-_THREAD_SETTINGS = (
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "KVK_NUM_THREADS"),
-)
+_THREAD_SETTINGS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 C_ROWS = ("c-avx512-vnni-i16", "c-avx2-i16")
 
 

@@ -160,11 +160,12 @@ class _Group:
                 metric = given[h]
             else:
                 assert self.queries is not None, "the table refuses aware without queries"
+                flat_k, flat_v = m_k.reshape(-1), m_v.reshape(-1)
                 m_k.fill(0)
                 m_v.fill(0)
                 widen_keys(key, keys)
                 for q in self.queries[h * layer.gqa : (h + 1) * layer.gqa]:
-                    add_moments(q.reshape(-1), keys, layer.scale, rows, weights, m_k, m_v)
+                    add_moments(q.reshape(-1), keys, layer.scale, rows, weights, flat_k, flat_v)
             bad = seal_keys(key, metric, may_refit, k_bits, *work, k_out[h])
             return int(bad or seal_value(value, m_v, given is None, v_bits, *work, v_out[h]))
 

@@ -44,7 +44,7 @@ def metrics(x: Any, q: Any) -> tuple[Any, Any]:
     keys, rows, p = np.empty(128 * dim), np.empty(128 * dim), np.empty(128 * 128)
     metric.widen_keys(flat(x.T), keys)
     for head in q:
-        metric.add_moments(flat(head.T), keys, dim**-0.5, rows, p, m_k, m_v)
+        metric.add_moments(flat(head.T), keys, dim**-0.5, rows, p, m_k.reshape(-1), m_v.reshape(-1))
     return m_k, m_v
 
 

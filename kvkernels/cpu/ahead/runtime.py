@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from collections.abc import Callable
 from functools import cache
 from importlib import resources
@@ -66,14 +67,8 @@ class Bundle:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._llvm = llvm
-        self._machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(),
-            features=llvm.get_host_cpu_features().flatten(),
-            opt=2,
-            jit=True,
-        )
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(_RUNTIME), self._machine)
-        self._engine.finalize_object()
+        self._lock = threading.Lock()
+        self._engines: list[Any] = []
         self._addresses: dict[str, int] = {}
 
     @property
@@ -87,13 +82,27 @@ class Bundle:
 
     def address(self, name: str) -> int:
         """Address of a kernel's machine code."""
-        if name not in self._addresses:
-            module = self._llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
-            self._engine.add_module(module)
-            self._engine.finalize_object()
-            symbol = self.manifest["kernels"][name]
-            self._addresses[name] = int(self._engine.get_function_address(symbol))
-        return self._addresses[name]
+        with self._lock:
+            if name not in self._addresses:
+                self._addresses[name] = self._compile(name)
+            return self._addresses[name]
+
+    def _compile(self, name: str) -> int:
+        llvm = self._llvm
+        module = llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
+        module.link_in(llvm.parse_assembly(_RUNTIME))
+        # An engine of its own: finishing one changes the protection of its pages, and other threads
+        # may be running code of earlier kernels at that moment.
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=llvm.get_host_cpu_name(),
+            features=llvm.get_host_cpu_features().flatten(),
+            opt=2,
+            jit=True,
+        )
+        engine = llvm.create_mcjit_compiler(module, machine)
+        engine.finalize_object()
+        self._engines.append(engine)
+        return int(engine.get_function_address(self.manifest["kernels"][name]))
 
 
 @cache
@@ -104,7 +113,14 @@ def bundle(isa: str) -> Bundle | None:
         found = Bundle(data)
     except (OSError, BadZipFile, KeyError, ValueError, RuntimeError):
         return None  # absent, or not for this llvmlite
-    return found if found.usable else None
+    if not found.usable:
+        return None
+    # Addresses of its code are kept all over the place: it must outlive every cache.
+    _loaded.append(found)
+    return found
+
+
+_loaded: list[Bundle] = []
 
 
 # kind -> how its bits travel in an int64

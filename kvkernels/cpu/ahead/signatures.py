@@ -25,7 +25,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
         "u2*1", "f8*2", "bool", "int", "f4*1", "f8*1", "f8*1", "i8*1", "u1*1", "u1*1",
     ),
     "metric.widen_keys": ("u2*1", "f8*1"),
-    "metric.add_moments": ("u2*1", "f8*1", "double", "f8*1", "f8*1", "f8*2", "f8*2"),
+    "metric.add_moments": ("u2*1", "f8*1", "double", "f8*1", "f8*1", "f8*1", "f8*1"),
     "lines.decode_head": ("u1*1", "bool", "int", "int", "f4*2"),
     "prefill.softmax_block": (
         "f4*1", "int", "i8*1", "int", "int", "int", "int", "int", "bool", "bool", "float", "f4*1",

@@ -116,17 +116,18 @@ def widen_keys(k, out):
 
 @exact_kernel
 def add_moments(q, keys, scale, rows, p, m_k, m_v):
-    """One head's part of both metrics: m_k [D, D] += q q^T, m_v [128, 128] += p p^T; lower halves.
+    """One head's part of both metrics: m_k [D * D] += q q^T, m_v [128 * 128] += p p^T; lower
+    halves.
 
     ``q`` uint16 [D * 128] and ``keys`` float64 [D * 128] by channel; p is the softmax over the
     record's own tokens, causal or not: these queries stand for those to come. ``rows`` float64
     [128 * D] and ``p`` float64 [128 * 128] are workspaces. Tokens are added in order.
     """
-    dim = m_k.shape[0]
+    dim = q.shape[0] // _GROUP
     for i in range(dim):
         for t in range(_GROUP):
             rows[t * dim + i] = np.float64(half_to_float(q[i * _GROUP + t]))
-    _add_outer(rows, dim, m_k.reshape(dim * dim))
+    _add_outer(rows, dim, m_k)
     for i in range(0, _GROUP * _GROUP, 16):
         store64(p, i, splat64(types.float64(0.0)))
     n = np.int64(_GROUP)
@@ -136,7 +137,7 @@ def add_moments(q, keys, scale, rows, p, m_k, m_v):
             _products(rows, at, dim, np.int64(1), keys, j, n, dim, p, t * _GROUP + j, n)
     for t in range(_GROUP):
         _softmax(p, t * _GROUP, scale)
-    _add_outer(p, np.int64(_GROUP), m_v.reshape(_GROUP * _GROUP))
+    _add_outer(p, np.int64(_GROUP), m_v)
 
 
 @exact_inner
