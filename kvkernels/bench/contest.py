@@ -84,6 +84,8 @@ def own_rows(plan: Plan, rows: Rows, n_kv: int) -> Iterator[tuple[peers.Row, F64
     yield made(OWN, 4, "auto")
     alone = fill.repeated(layer(), cpu, rows, past).launch_call()
     yield peers.Row(f"{OWN}-launch", alone, _LIMITS["auto"], "records"), references[4], 0
+    alone = fill.repeated(layer(), cpu, rows, past).whole_step()
+    yield peers.Row(f"{OWN}-step", alone, _LIMITS["auto"], "records"), references[4], 0
     for activations in ("int8", "int16", "f32"):
         yield made(f"{OWN}-{activations}", 4, activations)
     if plan.threads > 1:

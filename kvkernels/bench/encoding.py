@@ -14,6 +14,7 @@ from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.workload import Rows, store
 from kvkernels.cpu import reference
+from kvkernels.cpu.entries import compiled
 from kvkernels.errors import KvkError
 from kvkernels.op import GROUP, LayerSpec
 from kvkernels.planner import Limits, plan
@@ -25,13 +26,22 @@ _ENCODERS = ("published", "aware")
 
 def run(device: Device, quick: bool) -> Iterator[Result]:
     """The kernel alone for both sides, then the tiles of a real commit."""
-    from kvkernels.cpu.kernels.codec import seal_head
+    from kvkernels.cpu.kernels.seal import seal_workspace
+
+    kernel = compiled(str(device.caps.facts["isa"]), "seal.seal_head")
+    work = seal_workspace()
+
+    def seal_head(tile: Any, is_value: bool, bits: int, out: Any) -> Any:
+        return kernel(tile, is_value, bits, *work, out)
 
     effort = Effort(rounds=5 if quick else 15, least_s=0.005)
     rows = fill.period(_layer("published"))
     tiles = {}
     for side, x in ((Side.K, rows.k), (Side.V, rows.v)):
-        tile = np.ascontiguousarray(reference.stage_rows(x[:GROUP])[:, 0]).view(np.uint16)
+        staged = reference.stage_rows(x[:GROUP])[:, 0]
+        # K lies by channel in the stage, V by token.
+        tile = np.ascontiguousarray(staged.T if side is Side.K else staged).reshape(-1)
+        tile = tile.view(np.uint16)
         out = np.empty(HeadLayout(side, _BITS, _DIM).nbytes, np.uint8)
         base = Result(case=f"peers/encode-tile-{side.value}-t1", device="cpu:0", unit="s")
         base = replace(base, entry="seal_head", baseline="published")

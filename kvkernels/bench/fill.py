@@ -22,6 +22,7 @@ from kvkernels.dispatch import Policy
 from kvkernels.op import GROUP, LayerSpec
 from kvkernels.planner import Limits, plan
 from kvkernels.records.layout import HeadLayout, Side
+from kvkernels.step import Step
 
 _BATCH = 8  # groups that are really encoded
 PERIOD = _BATCH * GROUP
@@ -72,11 +73,30 @@ class Filled:
     past: int
 
     def once(self, n_q: int = 1) -> Callable[[], F32]:
-        """Attention of the next ``n_q`` rows as an engine would call it; nothing is stored."""
+        """Attention of the next ``n_q`` rows in a step that is already open: what every layer but
+        the first costs, since the step's own work is done once for all layers. Nothing is stored.
+        """
+        q, k, v = (_taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
+        step = self._step(n_q)
+
+        def call() -> F32:
+            step._rows.clear()  # the layer stands in for the next one
+            out: F32 = step.attend(0, q, k, v)
+            return out
+
+        return call
+
+    def _step(self, n_q: int) -> Step:
+        if self.cache._open is not None:
+            self.cache._open.discard()
+        return self.cache.step({0: n_q})
+
+    def whole_step(self, n_q: int = 1) -> Callable[[], F32]:
+        """The same with a step of its own each time, as for a model of one layer."""
         q, k, v = (_taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
 
         def call() -> F32:
-            step = self.cache.step({0: n_q})
+            step = self._step(n_q)
             out: F32 = step.attend(0, q, k, v)
             step.discard()
             return out
@@ -114,7 +134,7 @@ class Filled:
     def _launch(self, n_q: int) -> tuple[Device, str, Any, Any]:
         device, recorder = self.cache.device, _Recorder(self.cache.device)
         self.cache.device = recorder
-        self.once(n_q)()
+        self.whole_step(n_q)()
         self.cache.device = device
         return device, *recorder.last
 
