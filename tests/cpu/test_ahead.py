@@ -74,6 +74,8 @@ def test_a_shipped_kernel_computes_what_numba_does(isa):
     frozen.flags.writeable = False
     shipped(frozen, got)
     assert_array_equal(got, want)
+    with pytest.raises(AssertionError):
+        shipped(x[:, ::2], got[:, :128])  # strides are not passed on
 
 
 _STEP = """

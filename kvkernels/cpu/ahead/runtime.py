@@ -160,7 +160,9 @@ _NO_BYTES = ctypes.c_char * 0
 def _address_of(array: Any) -> int:
     try:  # several times quicker than asking the array, but only for what may be written
         return ctypes.addressof(_NO_BYTES.from_buffer(array))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, BufferError):
+        # Read-only, then; compiled code would walk through a strided array as if it were dense.
+        assert array.flags.c_contiguous
         return int(array.ctypes.data)
 
 
