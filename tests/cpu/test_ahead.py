@@ -12,6 +12,7 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
+from llvmlite.binding import llvm_version_info
 from numpy.testing import assert_array_equal
 
 from kvkernels.cpu.ahead import runtime
@@ -58,6 +59,9 @@ def test_a_shipped_kernel_computes_what_numba_does(isa):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(7, 256)).astype(np.float32)
     shipped = runtime.kernel(isa, "rotate.rotate_rows", lambda: None)
+    if llvm_version_info[0] < 16:  # cannot read the IR: then Numba's function is what one gets
+        assert shipped is None
+        return
     assert isinstance(shipped, runtime.AheadKernel)
     want, got = np.empty_like(x), np.empty_like(x)
     rotate.rotate_rows(x, want)
