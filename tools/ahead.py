@@ -116,6 +116,8 @@ _DECLARE = re.compile(
     r"^declare (?P<result>.*?)@(?P<name>[\w.]+)\((?P<args>.*?)\)[^\n]*$", re.MULTILINE
 )
 
+_PATHS = re.compile(rf"/[\w./-]*site-packages|{re.escape(str(ROOT))}")
+
 
 def self_contained(text: str) -> str:
     """IR whose other outside functions, all on error paths that kernels never take, are traps.
@@ -133,6 +135,8 @@ def self_contained(text: str) -> str:
         return head + " {\n  call void @llvm.trap()\n  unreachable\n}"
 
     changed = _DECLARE.sub(trap, text)
+    # Pickled error messages name source files; their length is part of the IR, so it stays.
+    changed = _PATHS.sub(lambda match: "_" * len(match[0]), changed)
     return (
         changed if "declare void @llvm.trap" in text else changed + "\ndeclare void @llvm.trap()\n"
     )
