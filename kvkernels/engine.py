@@ -78,11 +78,11 @@ def encode(
 ) -> Records:
     """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line records.
 
-    The aware encoder needs the queries of the same rows, ``q`` [n * 128, n_head, D], or
-    ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated queries; the published one
-    ignores them. ``first_group``: the place of the first group in its sequence; keys of group 0,
-    with the sink token, are never clipped. Raises InputError (shape, dtype), NonFiniteError,
-    UnsupportedOp with every reason.
+    The aware encoder, the default of ``LayerSpec``, needs the queries of the same rows, ``q``
+    [n * 128, n_head, D], or ``query_moment`` [n_kv_head, D, D], the sum of q q^T over un-rotated
+    queries, and refuses without; the published one ignores them. ``first_group``: the place of the
+    first group in its sequence; keys of group 0, with the sink token, are never clipped. Raises
+    InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
     """
     device = _device(device)
     n = int(getattr(k, "shape", (0,))[0])

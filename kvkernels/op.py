@@ -75,8 +75,8 @@ class LayerSpec:
 
     ``window`` is in tokens and counts the query itself; ``sink_tokens`` is in tokens. ``None`` for
     ``head_dim_v``, ``sink_tokens`` or ``scale`` stands for a default and reads back as the number.
-    ``encoder``: ``published`` (bytes as other engines write them) or ``aware`` (codes chosen for
-    the queries of the rows: less error in attention, and queries staged beside K and V).
+    ``encoder``: ``aware`` (codes chosen for the queries of the rows: less error in attention, and
+    queries staged beside K and V) or ``published`` (bytes as other engines write them, no queries).
     A shape no kernel takes (head_dim 80) can be built: the capability tables refuse it, with the
     list of what they take. Raises InputError on a wrong number, RequestError on a wrong name.
     """
@@ -95,7 +95,7 @@ class LayerSpec:
     alibi: float = 0.0
     sink_logits: bool = False
     attention: str = "dense"
-    encoder: str = "published"
+    encoder: str = "aware"
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:

@@ -163,9 +163,10 @@ class Plan:
             memory = sizes.memory(*self.pages[page_key(spec)])
             window = "full" if spec.window is None else f"window {spec.window}"
             lines.append(
-                f"  layers {_span(indices)}: {spec.k}/{spec.v} h{spec.n_head}/{spec.n_kv_head} "
-                f"d{spec.head_dim} {window}, sinks {spec.sink_tokens}; {', '.join(routes)} by "
-                f"{', '.join(entries)}; {memory.kv_resident_bytes / 2**20:.1f} MiB a layer"
+                f"  layers {_span(indices)}: {spec.k}/{spec.v} {spec.encoder} "
+                f"h{spec.n_head}/{spec.n_kv_head} d{spec.head_dim} {window}, sinks "
+                f"{spec.sink_tokens}; {', '.join(routes)} by {', '.join(entries)}; "
+                f"{memory.kv_resident_bytes / 2**20:.1f} MiB a layer"
             )
         lines.append(f"  resident {self.memory.kv_resident_bytes / 2**20:.1f} MiB")
         return "\n".join(lines)

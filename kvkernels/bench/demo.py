@@ -125,6 +125,7 @@ def _spec(text: Capture, k_bits: int, v_bits: int) -> LayerSpec:
         head_dim=text.rows.k.shape[2],
         k=f"kvarn{k_bits}",
         v=f"kvarn{v_bits}",
+        encoder="published",
     )
 
 

@@ -24,7 +24,9 @@ def persistent(device: Device, effort: Effort) -> Iterator[Result]:
     """Allocated bytes against the arithmetic of the format, and against an F16 cache."""
     n_ctx = 4096
     for k, v in ((2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (8, 8), (5, 4)):
-        spec = LayerSpec(n_head=32, n_kv_head=8, head_dim=128, k=f"kvarn{k}", v=f"kvarn{v}")
+        spec = LayerSpec(
+            n_head=32, n_kv_head=8, head_dim=128, k=f"kvarn{k}", v=f"kvarn{v}", encoder="published"
+        )
         made = plan([spec], device, Limits(n_ctx=n_ctx))
         buffers = made.allocate().buffers[0]
         parts = (buffers.k_records, buffers.v_records, buffers.k_exact, buffers.v_exact)
@@ -51,7 +53,7 @@ def persistent(device: Device, effort: Effort) -> Iterator[Result]:
 def transient(device: Device, effort: Effort) -> Iterator[Result]:
     """High water of workspace for a prefill, and for one with four times as many scores (W3)."""
     peaks = []
-    spec = LayerSpec(n_head=32, n_kv_head=8, head_dim=128)
+    spec = LayerSpec(n_head=32, n_kv_head=8, head_dim=128, encoder="published")
     for n_q, n_kv in ((128, 1024), (256, 2048)):
         fresh = open_device(device.caps.id)  # the high water begins anew
         rows = random_rows(spec, n_kv)

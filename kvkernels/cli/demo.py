@@ -64,7 +64,7 @@ def _show(text: Capture, lines: list[Line]) -> None:
     console.print(
         f"\n[bold]{text.name}[/bold]: layer {text.layer}, {text.rows.q.shape[1]} heads, "
         f"{text.rows.k.shape[1]} KV heads, {text.rows.k.shape[2]} channels, {text.n} tokens; "
-        f"prefill by {first.prefill_entry} ({first.prefill_route})"
+        f"published encoder; prefill by {first.prefill_entry} ({first.prefill_route})"
     )
     made = table(*_COLUMNS, left=2)
     for x in lines:

@@ -88,7 +88,8 @@ TABLE: tuple[Capability, ...] = (
             one_of(
                 "queries",
                 ("rows", "moment"),
-                hint="the aware encoder needs queries of the same rows (q=) or query_moment=",
+                hint="the aware encoder needs queries of the same rows: q= or query_moment=, or "
+                'LayerSpec(encoder="published")',
             ),
         ),
         numerics="the aware encoder in float64, in a fixed order of operations",

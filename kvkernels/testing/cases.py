@@ -92,6 +92,10 @@ class Case:
         )
 
 
+# Cases are about attention: published records, whose reference is quick, unless a case says so.
+_PLAIN: dict[str, Any] = {"sink_tokens": 0, "encoder": "published"}
+
+
 def _case(family: str, n_kv: int | tuple[int, ...] = 300, n_q: int | tuple[int, ...] = 1,
           *, tag: str = "", mask: str = "", gain: float = 1.0, dtype: str = "float32",
           quick: bool = False, must_be: str = NATIVE, reasons: tuple[str, ...] = (),
@@ -102,7 +106,7 @@ def _case(family: str, n_kv: int | tuple[int, ...] = 300, n_q: int | tuple[int, 
     rows = (n_q,) * len(totals) if isinstance(n_q, int) else n_q
     spec = LayerSpec(
         k=k, v=v, n_head=n_head, n_kv_head=n_kv_head, head_dim=head_dim,
-        **({"sink_tokens": 0} | layer),
+        **(_PLAIN | layer),
     )  # fmt: skip
     types = f"k{k[5:]}v{v[5:]}" if spec.is_kvarn else f"{k}-{v}"
     parts = [family, types, f"d{head_dim}", f"h{n_head}x{n_kv_head}"]

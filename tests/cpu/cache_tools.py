@@ -23,6 +23,7 @@ LIMIT = 1e-5  # relative RMS against float64
 def spec(**changes: Any) -> kvk.LayerSpec:
     base: dict[str, Any] = {
         "n_head": 4, "n_kv_head": 2, "head_dim": 64, "k": "kvarn3", "v": "kvarn5", "sink_tokens": 0,
+        "encoder": "published",
     }  # fmt: skip
     return kvk.LayerSpec(**(base | changes))
 

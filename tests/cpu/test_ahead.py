@@ -89,7 +89,9 @@ if sys.argv[1] == "numba":
     runtime.bundle.__wrapped__  # the real one exists
     runtime.bundle = lambda isa: None
 device = kvk.open_device("cpu:0")
-spec = kvk.LayerSpec(n_head=6, n_kv_head=2, head_dim=128, k="kvarn5", v="kvarn3", softcap=20.0)
+spec = kvk.LayerSpec(
+    n_head=6, n_kv_head=2, head_dim=128, k="kvarn5", v="kvarn3", softcap=20.0, encoder="published"
+)
 cache = kvk.plan([spec], device, kvk.Limits(n_ctx=1024)).allocate()
 rng = np.random.default_rng(3)
 for n in (400, 1, 3):

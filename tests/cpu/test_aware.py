@@ -221,6 +221,42 @@ def test_M2_staged_queries_are_counted_and_a_moment_needs_none() -> None:
         assert codes_that_differ(records[head, slot], want, Side.K, 2, 64) == 0
 
 
+def test_codec9_aware_is_the_default_where_queries_are_known() -> None:
+    shape: dict[str, Any] = {"n_head": 4, "n_kv_head": 2, "head_dim": 64}
+    default, published = kvk.LayerSpec(**shape), kvk.LayerSpec(**shape, encoder="published")
+    assert default == kvk.LayerSpec(**shape, encoder="aware")
+    assert_records(default, 300)
+    caches = [make(DEVICE, layer) for layer in (default, published)]
+    for cache, name in zip(caches, ("aware", "published"), strict=True):
+        plan = cache.plan
+        assert f"kvarn4/kvarn4 {name} h4/2" in plan.summary()
+        assert ("encoder=aware" in plan.explain(0).explain()) is (name == "aware")
+        commit = "cpu/commit_aware" if name == "aware" else "cpu/commit"
+        assert plan.layers[0].commit.entry == commit
+        assert plan.stages_queries(0) is (name == "aware")
+        assert cache.memory().kv_resident_bytes == plan.memory.kv_resident_bytes
+    aware_buffers, plain_buffers = (cache.buffers[0] for cache in caches)
+    assert plain_buffers.q_exact is None
+    staged = [cache.memory().kv_staging_bytes for cache in caches]
+    assert staged[0] - staged[1] == aware_buffers.q_exact.nbytes > 0
+    data = layer_rows(caches[0], 300, "default")
+    for cache in caches:
+        fill(cache, data, 0, 300)
+    assert contents(caches[0], 0, 0) != contents(caches[1], 0, 0)
+
+
+def test_codec9_no_other_encoder_takes_the_place_of_the_default() -> None:
+    shape: dict[str, Any] = {"n_head": 4, "n_kv_head": 2, "head_dim": 64}
+    default, published = kvk.LayerSpec(**shape), kvk.LayerSpec(**shape, encoder="published")
+    rows = np.random.default_rng(1).normal(size=(128, 4, 64)).astype(np.float32)
+    k, v = np.ascontiguousarray(rows[:, :2]), np.ascontiguousarray(rows[:, 2:])
+    with pytest.raises(UnsupportedOp, match=r'q= or query_moment=.*encoder="published"'):
+        kvk.encode(k, v, default)
+    plain = kvk.encode(k, v, published)
+    assert_array_equal(plain.k[0, 0], reference.encode(k[:, 0], Side.K, 4))
+    assert (kvk.encode(k, v, default, q=rows).k != plain.k).any()
+
+
 def test_refusals_name_what_is_missing() -> None:
     layer = dataclasses.replace(AWARE, sink_tokens=128)
     k, v = (np.random.default_rng(i).normal(size=(256, 2, 64)).astype(np.float32) for i in (1, 2))

@@ -20,8 +20,8 @@ from kvkernels.cli import main
 from kvkernels.errors import InputError
 from kvkernels.op import LayerSpec
 
-SMALL = LayerSpec(n_head=4, n_kv_head=2, head_dim=64, k="kvarn5", v="kvarn3")
-WIDE = LayerSpec(n_head=8, n_kv_head=2, head_dim=128, k="kvarn4", v="kvarn4")
+SMALL = LayerSpec(n_head=4, n_kv_head=2, head_dim=64, k="kvarn5", v="kvarn3", encoder="published")
+WIDE = LayerSpec(n_head=8, n_kv_head=2, head_dim=128, k="kvarn4", v="kvarn4", encoder="published")
 
 
 def test_a_copied_fill_is_the_real_fill_of_repeating_rows(device: Device) -> None:

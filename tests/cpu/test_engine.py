@@ -14,7 +14,9 @@ from kvkernels.errors import InputError, NonFiniteError, UnsupportedOp
 from kvkernels.records.layout import Side
 
 HEADS, KV, DIM = 6, 2, 64
-SPEC = kvk.LayerSpec(n_head=HEADS, n_kv_head=KV, head_dim=DIM, k="kvarn5", v="kvarn3")
+SPEC = kvk.LayerSpec(
+    n_head=HEADS, n_kv_head=KV, head_dim=DIM, k="kvarn5", v="kvarn3", encoder="published"
+)
 
 
 def rows(n, heads, seed, dim=DIM):
@@ -183,6 +185,6 @@ def test_bad_input_names_field_found_and_needed(sealed, call, error, text):
 
 
 def test_F18_a_head_dim_without_records_is_refused_with_the_list():
-    spec = kvk.LayerSpec(n_head=2, n_kv_head=1, head_dim=80)
+    spec = kvk.LayerSpec(n_head=2, n_kv_head=1, head_dim=80, encoder="published")
     with pytest.raises(UnsupportedOp, match=r"op\.head_dim_k.*64, 128, 256, 512.*found 80"):
         kvk.encode(rows(128, 1, 1, 80), rows(128, 1, 1, 80), spec)

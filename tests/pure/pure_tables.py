@@ -39,7 +39,7 @@ def device(name: str) -> DeviceCaps:
 
 def make_op(on: str, **changes: Any) -> AttentionOp:
     """A plain decode step of a common layer on ``on``; ``changes`` replace fields."""
-    spec = LayerSpec(n_head=32, n_kv_head=8, head_dim=128)
+    spec = LayerSpec(n_head=32, n_kv_head=8, head_dim=128, encoder="published")
     facts = {"n_q": 1, "n_kv": 4096, "body": True, "stage": True, "current": True}
     return AttentionOp.for_layer(spec, on, **(facts | changes))
 

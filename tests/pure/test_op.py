@@ -22,6 +22,7 @@ def test_defaults_are_resolved_to_numbers() -> None:
     layer = spec()
     assert (layer.head_dim_v, layer.sink_tokens, layer.gqa) == (128, 128, 4)
     assert layer.scale == 128**-0.5
+    assert layer.encoder == "aware"  # codec.md 9
     assert (layer.k, layer.k_bits, layer.v_bits, layer.is_kvarn) == ("kvarn4", 4, 4, True)
     assert spec(k="f16", v="q8_0").k_bits is None
     assert not spec(k="f16", v="q8_0").is_kvarn
