@@ -59,7 +59,14 @@ class Plan:
 def layer(bits: int = 4, gqa: int = GQA) -> LayerSpec:
     """The layer that everything is measured on."""
     name = f"kvarn{bits}"
-    return LayerSpec(n_head=N_KV_HEAD * gqa, n_kv_head=N_KV_HEAD, head_dim=HEAD_DIM, k=name, v=name)
+    return LayerSpec(
+        n_head=N_KV_HEAD * gqa,
+        n_kv_head=N_KV_HEAD,
+        head_dim=HEAD_DIM,
+        k=name,
+        v=name,
+        encoder="published",
+    )
 
 
 def device(threads: int) -> Device:
