@@ -148,7 +148,8 @@ def build(isa: str, path: Path) -> None:
 
     from kvkernels.cpu.ahead.runtime import FORMAT
     from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
-    from kvkernels.cpu.kernels.dot import ROW_BLOCKS, dot_kernel
+    from kvkernels.cpu.columns import ROW_BLOCKS
+    from kvkernels.cpu.kernels.dot import dot_kernel
     from kvkernels.cpu.kernels.matrix import matrix_kernel
     from kvkernels.cpu.kernels.stamp import source_stamp
     from kvkernels.records.layout import BITS

@@ -14,6 +14,7 @@ from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.workload import Rows, store
 from kvkernels.cpu import reference
+from kvkernels.cpu.columns import seal_workspace
 from kvkernels.cpu.entries import compiled
 from kvkernels.errors import KvkError
 from kvkernels.op import GROUP, LayerSpec
@@ -26,8 +27,6 @@ _ENCODERS = ("published", "aware")
 
 def run(device: Device, quick: bool) -> Iterator[Result]:
     """The kernel alone for both sides, then the tiles of a real commit."""
-    from kvkernels.cpu.kernels.seal import seal_workspace
-
     kernel = compiled(str(device.caps.facts["isa"]), "seal.seal_head")
     work = seal_workspace()
 

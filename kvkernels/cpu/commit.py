@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import CommitCall, GroupWrite, LayerBuffers, MaterializeCall
 from kvkernels.cpu import reference
+from kvkernels.cpu.columns import aware_workspace, seal_workspace
 from kvkernels.cpu.entries import compiled
-from kvkernels.cpu.kernels.aware import aware_workspace
-from kvkernels.cpu.kernels.seal import seal_workspace
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.cpu.window import materialize_head

@@ -15,7 +15,6 @@ from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.cpu.attend import attend_records
 from kvkernels.cpu.commit import commit, materialize
 from kvkernels.cpu.entries import compiled
-from kvkernels.cpu.kernels.codec import first_nonfinite, rotate_rows_to_half
 from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.scratch import Scratch, aligned
 from kvkernels.cpu.table import TABLE
@@ -102,13 +101,13 @@ class CpuDevice:
         flat, dim = rows.reshape(-1), rows.shape[-1]
         top = np.uint32(compiled(self.isa, "rotate.largest_bits")(flat))
         if top >= _INFINITY_BITS:
-            at = int(first_nonfinite(flat))
+            at = int(compiled(self.isa, "rotate.first_nonfinite")(flat))
             return tuple(int(i) for i in np.unravel_index(at, rows.shape))
         # |rotated| <= sqrt(D) * max|x|: below that nothing can overflow, and that is nearly always.
         if not stored or float(top.view(np.float32)) * dim**0.5 < _HALF_MAX:
             return None
         half = np.empty((rows.size // dim, dim), np.uint16)
-        rotate_rows_to_half(rows.reshape(-1, dim), half)
+        compiled(self.isa, "rotate.rotate_rows_to_half")(rows.reshape(-1, dim), half)
         bad = np.flatnonzero((half & 0x7C00) == 0x7C00)
         if not bad.size:
             return None

@@ -12,14 +12,40 @@ from importlib import import_module
 from typing import Any
 
 from kvkernels.cpu.ahead import runtime
+from kvkernels.cpu.ahead.signatures import dot_name, matrix_name
+
+# Numba's functions live as long as their addresses are used: for ever.
+_compiled: list[Any] = []
+
+
+def _kernels(module: str) -> Any:
+    return import_module(f"kvkernels.cpu.kernels.{module}")
 
 
 @cache
 def compiled(isa: str, name: str) -> Any:
     """Kernel ``<module>.<function>`` of ``cpu/kernels`` for that instruction set."""
+    module, function = name.split(".")
+    return runtime.kernel(isa, name, lambda: getattr(_kernels(module), function))
 
-    def with_numba() -> Any:
-        module, function = name.split(".")
-        return getattr(import_module(f"kvkernels.cpu.kernels.{module}"), function)
 
-    return runtime.kernel(isa, name, with_numba)
+@cache
+def dot_address(bits: int, rows: int, mode: str, isa: str) -> int:
+    """Address of a micro-kernel of ``kernels/dot.py``."""
+
+    def with_numba() -> int:
+        _compiled.append(_kernels("dot").dot_kernel(bits, rows, mode, isa))
+        return int(_compiled[-1].address)
+
+    return runtime.address(isa, dot_name(bits, rows, mode), with_numba)
+
+
+@cache
+def matrix_address(rows: int, half: int, isa: str) -> int:
+    """Address of a micro-kernel of ``kernels/matrix.py``; ``half``: the matrix is fp16."""
+
+    def with_numba() -> int:
+        _compiled.append(_kernels("matrix").matrix_kernel(rows, half))
+        return int(_compiled[-1].address)
+
+    return runtime.address(isa, matrix_name(rows, half), with_numba)

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import Batch, SeqView
 from kvkernels.cpu import masks
-from kvkernels.cpu.kernels import attend as kernels
-from kvkernels.cpu.kernels.dot import ROW_BLOCKS, dot_address
-from kvkernels.cpu.kernels.matrix import matrix_address
-from kvkernels.cpu.kernels.quantise import F32, I8, I16
+from kvkernels.cpu.columns import ALL, BODY, CURRENT, EXACT, F32, I8, I16, ROW_BLOCKS
+from kvkernels.cpu.entries import dot_address, matrix_address
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 
@@ -106,7 +104,7 @@ class _Builder:
         for q in range(0, v.n_q, step):
             queries = min(step, v.n_q - q)
             self.joins.append((s, h, q, queries, len(self.items), 0, 1))
-            self._item(s, h, kernels.ALL, *v.body, q, queries)
+            self._item(s, h, ALL, *v.body, q, queries)
 
     def _decode(self, s: int, h: int, v: SeqView) -> None:
         begin, (start, stop) = len(self.items), v.body
@@ -115,12 +113,12 @@ class _Builder:
         edges = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
         for a, b in pairwise(edges):
             if a < b:
-                self._item(s, h, kernels.BODY, a, b, 0, v.n_q)
+                self._item(s, h, BODY, a, b, 0, v.n_q)
         if v.tiles:
-            self._item(s, h, kernels.EXACT, 0, 0, 0, v.n_q)
+            self._item(s, h, EXACT, 0, 0, 0, v.n_q)
         rotated = len(self.items) - begin
         if self.current:
-            self._item(s, h, kernels.CURRENT, 0, 0, 0, v.n_q)
+            self._item(s, h, CURRENT, 0, 0, 0, v.n_q)
         self.joins.append((s, h, 0, v.n_q, begin, rotated, int(self.current)))
 
 

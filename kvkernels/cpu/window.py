@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from kvkernels.calls import AttendCall, SeqView
 from kvkernels.cpu import masks
 from kvkernels.cpu.entries import compiled
-from kvkernels.cpu.kernels.tiles import visible
 from kvkernels.cpu.launch import constants
 from kvkernels.cpu.scratch import Scratch
 from kvkernels.op import LayerSpec
@@ -220,6 +219,9 @@ class _Block:
                 o[part] += delta
 
     def _any_visible(self, first: int, last: int, run: _Run, key: int, n: int) -> bool:
+        # Imports Numba; the reference and fallback route may.
+        from kvkernels.cpu.kernels.tiles import visible
+
         base = run.base + key
         for query in (first, last):
             low, high = visible(self.shape, self.view.n_past + query, base, n, run.twin, run.body)

@@ -17,9 +17,9 @@ from numpy.testing import assert_array_equal
 
 from kvkernels.cpu.ahead import runtime
 from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
+from kvkernels.cpu.columns import ROW_BLOCKS
 from kvkernels.cpu.features import missing
 from kvkernels.cpu.kernels import rotate
-from kvkernels.cpu.kernels.dot import ROW_BLOCKS
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.records.layout import BITS
 
@@ -129,3 +129,17 @@ def test_no_bundle_asks_for_more_than_the_c_library():
                     "NRT_MemInfo_alloc_aligned", "NRT_MemInfo_call_dtor", "NRT_Free", "logf",
                     "log", "exp", "memset", "memcpy", "memmove",
                 }, name  # fmt: skip
+
+
+def test_a_step_with_shipped_kernels_imports_no_numba():
+    code = (
+        _STEP.replace("    sys.stdout.buffer.write(out.tobytes())", "")
+        + "\nprint('numba' in sys.modules)"
+    )
+    for isa in HERE:
+        env = {**os.environ, "KVK_CPU_ISA": isa}
+        done = subprocess.run(
+            [sys.executable, "-c", code, "bundle"], env=env, capture_output=True, text=True
+        )
+        expected = str(llvm_version_info[0] < 16)
+        assert done.stdout.strip() == expected, done.stdout + done.stderr

@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 
 import kvkernels as kvk
 from kvkernels.cpu import reference, reference_aware
+from kvkernels.cpu.columns import aware_workspace
 from kvkernels.cpu.kernels import aware, metric
 from kvkernels.errors import InputError, NonFiniteError, UnsupportedOp
 from kvkernels.memory import LayerSizes
@@ -51,7 +52,7 @@ def metrics(x: Any, q: Any) -> tuple[Any, Any]:
 def seal(x: Any, side: Side, bits: int, q: Any, may_refit: bool = True, keys: Any = None) -> Any:
     dim = x.shape[1]
     out = np.zeros(HeadLayout(side, bits, dim).nbytes, np.uint8)
-    work = aware.aware_workspace(dim)
+    work = aware_workspace(dim)
     m_k, m_v = metrics(x if keys is None else keys, q)
     if side == Side.V:
         assert aware.seal_value(flat(x), m_v, keys is not None, bits, *work, out) == 0
@@ -108,7 +109,7 @@ def test_codec8_hostile_tiles_are_finite_and_no_worse(name: str, bits: int) -> N
 
 def test_codec9_bytes_do_not_depend_on_what_the_workspace_held() -> None:
     (x, q), (other, other_q) = tile(128, 1), tile(128, 2)
-    work, m = aware.aware_workspace(128), metrics(x, q)[0]
+    work, m = aware_workspace(128), metrics(x, q)[0]
     outs = []
     for fill_with in (0.0, np.nan):
         for array in work[:3]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvkernels.cpu import reference
+from kvkernels.cpu.columns import seal_workspace
 from kvkernels.cpu.kernels import codec
 from kvkernels.records.layout import BITS, STREAM, HeadLayout, RecordLayout, Side
 from kvkernels.records.packing import join, line_to_stream, split
@@ -65,7 +66,7 @@ def seal_tile(tile: Any, side: Side, bits: int) -> Any:
     layout = RecordLayout(side, bits, 128)
     stage = np.ascontiguousarray(tile).view(np.uint16).reshape(-1)
     out = np.zeros(layout.nbytes, np.uint8)
-    assert codec.seal_head(stage, side == Side.V, bits, *codec.seal_workspace(), out) == 0
+    assert codec.seal_head(stage, side == Side.V, bits, *seal_workspace(), out) == 0
     return line_to_stream(out, layout)
 
 
@@ -155,7 +156,7 @@ def test_F32_writer_reader_and_format_agree_on_sizes(bits: int) -> None:
             guard = np.full(head.nbytes + 64, 0xA5, np.uint8)
             is_value = side == Side.V
             stage = np.ascontiguousarray(rows if is_value else rows.T).view(np.uint16).reshape(-1)
-            work = codec.seal_workspace()
+            work = seal_workspace()
             assert codec.seal_head(stage, is_value, bits, *work, guard[: head.nbytes]) == 0
             assert (guard[head.nbytes :] == 0xA5).all()
             # The last bytes of a record are its last axis entry, never left over: fp16, not 0xA5A5.

@@ -10,6 +10,7 @@ import pytest
 
 from kvkernels.bench.demo import TEXTS, capture
 from kvkernels.cpu import reference
+from kvkernels.cpu.columns import seal_workspace
 from kvkernels.cpu.kernels import balance, codec
 from kvkernels.cpu.kernels.jit import exact_kernel
 from kvkernels.cpu.kernels.seal import quantise, write_axes
@@ -29,7 +30,7 @@ def codes_of(w, rows, cols, bits, codes):
     quantise(w, rows, cols, bits, codes)
 
 
-WORK = codec.seal_workspace()
+WORK = seal_workspace()
 
 
 def seal_status(rows: Any, side: Side, bits: int, out: Any) -> int:

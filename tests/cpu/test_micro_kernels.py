@@ -7,10 +7,12 @@ import pytest
 from numba import float32, int64
 from numpy.testing import assert_array_equal
 
+from kvkernels.cpu.columns import ROW_BLOCKS
+from kvkernels.cpu.entries import dot_address, matrix_address
 from kvkernels.cpu.features import ISAS, best, missing
-from kvkernels.cpu.kernels.dot import MODES, ROW_BLOCKS, call_dot, dot_address
+from kvkernels.cpu.kernels.dot import MODES, call_dot
 from kvkernels.cpu.kernels.jit import kernel
-from kvkernels.cpu.kernels.matrix import call_matrix, matrix_address
+from kvkernels.cpu.kernels.matrix import call_matrix
 from kvkernels.cpu.kernels.quantise import fold_i8, fold_i16
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.records.layout import BITS

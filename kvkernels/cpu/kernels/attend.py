@@ -12,6 +12,7 @@ them in a fixed order, so the bits do not depend on the thread count.
 import numpy as np
 from numba import float32, int64
 
+from kvkernels.cpu.columns import ALL, BODY, CURRENT, EXACT
 from kvkernels.cpu.kernels.finish import finish_row
 from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.rotate import rotate_row
@@ -42,7 +43,6 @@ from kvkernels.cpu.kernels.tiles import (
     span,
 )
 
-BODY, EXACT, CURRENT, ALL = range(4)
 # columns of `items` and `tiles`
 SEQ, HEAD, KIND, FIRST, LAST, PART, Q_FIRST, QUERIES = range(8)
 BLOCK, BASE, ROWS, IS_TWIN = range(4)

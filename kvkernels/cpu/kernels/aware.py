@@ -6,12 +6,11 @@ operation order is fixed here: the same bits on every CPU and for every way the 
 """
 
 import math
-from typing import Any
 
 import numpy as np
 from numba import types
 
-from kvkernels.cpu.kernels.balance import BC, F32_WORK, SCALE, ZERO, normalise
+from kvkernels.cpu.kernels.balance import BC, SCALE, ZERO, normalise
 from kvkernels.cpu.kernels.half import half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 from kvkernels.cpu.kernels.lines import pack_lines
@@ -35,18 +34,6 @@ _TINY, _LEAST_SCALE, _LEAST_OTHER = 1e-12, 1e-10, 1e-8
 # Vectors of one tile in the float64 workspace, after the 512 of ``normalise``: axes, 1 / other,
 # other**2, sums over rows of y * y and x * y.
 _S, _Z, _O, _INV_O, _W, _DEN, _NUM = (np.int64(512 + 128 * i) for i in range(7))
-
-
-def aware_workspace(dim: int) -> tuple[Any, ...]:
-    """Workspaces of the seal kernels here, one set for every thread that seals."""
-    n = max(dim, _GROUP)
-    return (
-        np.empty(F32_WORK, np.float32),
-        np.empty(int(ERRORS) + 16 * n, np.float64),
-        np.empty(n * n, np.float64),
-        np.empty(n, np.int64),
-        np.empty(n * _GROUP, np.uint8),
-    )
 
 
 @exact_inner
@@ -175,7 +162,7 @@ def _place_axes(d, row, rows, column, cols):
 
 @exact_kernel
 def seal_value(tile, m, weighed, bits, w, d, flat, order, codes, out):
-    """``seal.seal_head`` for V by the aware encoder; workspaces: :func:`aware_workspace`.
+    """``seal.seal_head`` for V by the aware encoder; workspaces: ``columns.aware_workspace``.
 
     ``m`` [128, 128]: the metric over tokens; not ``weighed``: there is none, plain rounding.
     """

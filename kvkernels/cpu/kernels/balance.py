@@ -47,9 +47,7 @@ _LN2, _LN2_HIGH, _LN2_LOW = 0.6931471805599453, 0.693147180369123816490, 1.90821
 # Offsets are NumPy integers: Numba would compile a callee anew for every literal.
 BC, BR, SCALE, ZERO, LINE = (np.int64(16384 + 128 * i) for i in range(5))
 _LC, _LR, _EC, _ER, _COL, _ROW, _EDGE = (np.int64(17024 + 128 * i) for i in range(7))
-F32_WORK = 17920
 _ROW_SUM, _ROW_SQUARE, _COL_SUM, _COL_SQUARE = (np.int64(128 * i) for i in range(4))
-F64_WORK = 512
 _AT_0, _APART = np.int64(0), np.int64(1)
 
 

@@ -11,7 +11,7 @@ from kvkernels.cpu.kernels.rotate import (
     rotate_rows,
     rotate_rows_to_half,
 )
-from kvkernels.cpu.kernels.seal import seal_head, seal_workspace
+from kvkernels.cpu.kernels.seal import seal_head
 
 __all__ = [
     "decode_groups",
@@ -21,5 +21,4 @@ __all__ = [
     "rotate_rows",
     "rotate_rows_to_half",
     "seal_head",
-    "seal_workspace",
 ]

@@ -18,15 +18,11 @@ A kernel exists per (bits, rows, mode, instruction set), compiled when first ask
 through its address, so that one compiled attention serves every pair of widths.
 """
 
-from functools import cache
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkernels.cpu.ahead import runtime as ahead
-from kvkernels.cpu.ahead.signatures import dot_name
 from kvkernels.cpu.kernels.address import call_address
 from kvkernels.cpu.kernels.isa import EMITTERS
 from kvkernels.cpu.kernels.jit import callback
@@ -43,8 +39,6 @@ from kvkernels.cpu.kernels.simd import (
     splat_value,
 )
 
-#: rows that one pass can serve, largest first; a pass over n rows is cut into these
-ROW_BLOCKS = (4, 2, 1)
 MODES = ("f32", "i8", "i16")
 
 # (bits of the main block, bits of the extra block) of a line tile
@@ -257,9 +251,6 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode
     return types.void(codes, act, scales, out, *(types.int64,) * 3, *literals), codegen
 
 
-_keep_alive = []  # type: ignore[var-annotated]
-
-
 def dot_kernel(bits, rows, mode, isa):
     """The compiled micro-kernel (cached on disk).
 
@@ -275,22 +266,11 @@ def dot_kernel(bits, rows, mode, isa):
     return dot
 
 
-@cache
-def dot_address(bits, rows, mode, isa):
-    """Address of a micro-kernel: from the shipped bundle of ``isa``, else compiled now."""
-
-    def compiled():
-        _keep_alive.append(dot_kernel(bits, rows, mode, isa))
-        return _keep_alive[-1].address
-
-    return ahead.address(isa, dot_name(bits, rows, mode), compiled)
-
-
 @intrinsic
 def call_dot(
     _, address, codes, codes_at, act, act_at, scales, scales_at, out, out_at, n_out, n_red, ahead
 ):
-    """Call a micro-kernel of :func:`dot_address`;
+    """Call a micro-kernel of :func:`dot_kernel`;
     ``*_at`` are offsets in elements of each array.
     """
 

@@ -4,15 +4,11 @@ The same shape as ``dot.py`` with fp16 or float32 elements in place of codes; th
 outputs contiguous, so exact K is kept transposed ([D, tokens]) and exact V as it is ([tokens, D]).
 """
 
-from functools import cache
-
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvkernels.cpu.ahead import runtime as ahead
-from kvkernels.cpu.ahead.signatures import matrix_name
 from kvkernels.cpu.kernels.address import call_address
 from kvkernels.cpu.kernels.jit import callback
 from kvkernels.cpu.kernels.simd import F32, F32V, LANES, fma_value, load_value, splat_value
@@ -72,9 +68,6 @@ def _rows_times(_, m, act, out, n_out, n_red, m_stride, act_stride, out_stride, 
     return types.void(m, act, out, *(types.int64,) * 5, rows, half), codegen
 
 
-_keep_alive = []  # type: ignore[var-annotated]
-
-
 def matrix_kernel(rows, half):
     """The compiled micro-kernel for that many rows; ``half``: the matrix is fp16, else float32.
 
@@ -89,22 +82,11 @@ def matrix_kernel(rows, half):
     return rows_times
 
 
-@cache
-def matrix_address(rows, half, isa):
-    """Address of a micro-kernel: from the shipped bundle of ``isa``, else compiled now."""
-
-    def compiled():
-        _keep_alive.append(matrix_kernel(rows, half))
-        return _keep_alive[-1].address
-
-    return ahead.address(isa, matrix_name(rows, half), compiled)
-
-
 @intrinsic
 def call_matrix(
     _, address, m, m_at, act, act_at, out, out_at, n_out, n_red, m_stride, act_stride, out_stride
 ):
-    """Call a micro-kernel of :func:`matrix_address`;
+    """Call a micro-kernel of :func:`matrix_kernel`;
     ``*_at`` are offsets in elements of each array.
     """
 

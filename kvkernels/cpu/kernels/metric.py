@@ -8,6 +8,7 @@ e_k`` with the plain errors e: the recursion with U = R^-1 written out, and no i
 import numpy as np
 from numba import types
 
+from kvkernels.cpu.columns import ERRORS_AT
 from kvkernels.cpu.kernels.half import half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 from kvkernels.cpu.kernels.simd import load_half
@@ -30,7 +31,7 @@ _LOWEST = -700.0  # e**x is 1e-304 there
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
 #: float64 workspace of rounding: scale, zero, other, 1 / other, 512 each, and errors [rows, 16]
 AXES = np.int64(1536)
-ERRORS = np.int64(3584)
+ERRORS = np.int64(ERRORS_AT)
 
 
 @exact_inner

@@ -22,7 +22,6 @@ from kvkernels.cpu.kernels.simd import (
     zero_unless_positive,
 )
 
-F32, I8, I16 = 0, 1, 2
 #: largest int16 magnitude whose high byte, rounded, still fits int8
 _I16_MAX = float32(32512.0)
 _I8_MAX = float32(127.0)

@@ -5,11 +5,9 @@ to FMA. Status codes instead of exceptions, because these run without the GIL: 0
 or an axis is not finite in fp16 (the record is garbage then).
 """
 
-from typing import Any
-
 import numpy as np
 
-from kvkernels.cpu.kernels.balance import BC, BR, F32_WORK, F64_WORK, LINE, SCALE, ZERO, normalise
+from kvkernels.cpu.kernels.balance import BC, BR, LINE, SCALE, ZERO, normalise
 from kvkernels.cpu.kernels.half import float_to_half
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
 from kvkernels.cpu.kernels.lines import pack_lines
@@ -19,15 +17,6 @@ from kvkernels.cpu.kernels.wide import differ, half_away, store_whole
 _GROUP = 128
 _STEP_MIN = np.float32(1e-10)
 _ZERO, _HALF, _ONE, _TWO = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(2.0)
-
-
-def seal_workspace() -> tuple[Any, Any, Any]:
-    """Workspaces of :func:`seal_head`, one set for every thread that seals."""
-    return (
-        np.empty(F32_WORK, np.float32),
-        np.empty(F64_WORK, np.float64),
-        np.empty(_GROUP * _GROUP, np.uint8),
-    )
 
 
 @exact_inner
@@ -95,8 +84,8 @@ def seal_head(tile, is_value, bits, w, d, codes, out):
     """One staged KV head, uint16 ``tile``: K ``[D * 128]`` by channel, V ``[128 * D]`` by token
     -> line records uint8 ``out [nbytes]``.
 
-    The ``published`` encoder over every slice; ``w, d, codes`` are :func:`seal_workspace`. Returns
-    0, or 1 when a value or an axis is not finite in fp16: then ``out`` is not a record.
+    The ``published`` encoder over every slice; ``w, d, codes`` are ``columns.seal_workspace``.
+    Returns 0, or 1 when a value or an axis is not finite in fp16: then ``out`` is not a record.
     """
     dim = tile.shape[0] // _GROUP
     width = min(dim, 128)

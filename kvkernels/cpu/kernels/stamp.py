@@ -7,8 +7,9 @@ from pathlib import Path
 
 @cache
 def source_stamp():
-    """SHA-256 over every kernel source file: the identity of the compiled code."""
+    """SHA-256 over every kernel source file and the numbers they share with callers."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for path in (*sorted(here.glob("*.py")), here.parent / "columns.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -7,10 +7,11 @@ Rows are (query, head of the KV head), ``row = i * gqa + g``. Scores and probabi
 
 from numba import float32, int64
 
+from kvkernels.cpu.columns import F32, I8, I16
 from kvkernels.cpu.kernels.dot import call_dot
 from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.matrix import call_matrix
-from kvkernels.cpu.kernels.quantise import F32, I8, I16, fold_f32, fold_i8, fold_i16
+from kvkernels.cpu.kernels.quantise import fold_f32, fold_i8, fold_i16
 from kvkernels.cpu.kernels.simd import (
     fma,
     hmax,
