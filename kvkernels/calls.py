@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     Table = NDArray[np.int32]
 
 
+#: most query rows of one sequence in a decode; with more, its launch is a prefill. The split
+#: depends only
+#: on a sequence's own rows, so that its result is the same alone or in company (B7).
+DECODE_ROWS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class GroupWrite:
     """What a commit does with one group: rows ``row .. row + rows`` come from step rows ``source

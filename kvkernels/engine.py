@@ -25,6 +25,7 @@ from kvkernels.arguments import (
 )
 from kvkernels.backend import Device
 from kvkernels.calls import (
+    DECODE_ROWS,
     AttendCall,
     Batch,
     CommitCall,
@@ -41,8 +42,6 @@ from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
-
-_DECODE_ROWS = 16
 
 
 @lru_cache(maxsize=8)
@@ -166,7 +165,7 @@ class AttendPlan:
         at, self.max_slot = 0, -1
         for seq, (table, rows) in enumerate(zip(group_tables, n_q, strict=True)):
             view = _view(spec, seq, table, rows, at)
-            (small if rows <= _DECODE_ROWS else large).append(view)
+            (small if rows <= DECODE_ROWS else large).append(view)
             self.max_slot = max(self.max_slot, int(view.table.max(initial=-1)))
             at += rows
         self.n_rows = at

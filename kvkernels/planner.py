@@ -34,10 +34,10 @@ ACTIVATIONS = ("auto", "int8", "int16", "f32")
 class Limits:
     """What a cache must hold and what a step may do. All counts in tokens unless said otherwise.
 
-    n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: rows
-    that can always be taken back; verify: largest number of draft rows checked in one decode;
-    keep_queries: stage the rotated queries of open groups in every layer (those of layers with
-    the aware encoder are staged anyway, unless they have a query moment);
+    n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: newest
+    rows of a step that can be taken back after it; verify: largest number of draft rows checked in
+    one decode; keep_queries: stage the rotated queries of open groups in every layer (those of
+    layers with the aware encoder are staged anyway, unless they have a query moment);
     window_chunk: tokens materialised at a time in prefill (None: from ``KVK_WINDOW_CHUNK``, default
     65536; 0 and below: 65536).
     """

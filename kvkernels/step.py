@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkernels.arguments import Bias, by_sequence, check_bias, check_rows, check_sink_logits
 from kvkernels.backend import Rows
-from kvkernels.calls import AttendCall, Batch, CommitCall, GroupWrite, SeqView
+from kvkernels.calls import DECODE_ROWS, AttendCall, Batch, CommitCall, GroupWrite, SeqView
 from kvkernels.dispatch import Decision
 from kvkernels.errors import InputError, StepError
 from kvkernels.pages import PagePool, SeqPages, view
@@ -15,10 +15,6 @@ from kvkernels.planner import attend_op
 
 if TYPE_CHECKING:
     from kvkernels.cache import Cache, SeqState
-
-# From this many query rows of one sequence on, a launch is a prefill; set by the decode entries'
-# own limit.
-_DECODE_ROWS = 16
 
 
 class Step:
@@ -156,7 +152,7 @@ class Step:
                 n_q=rows,
                 n_past=state.n,
             )
-            (small if rows <= _DECODE_ROWS else large).append(seen)
+            (small if rows <= DECODE_ROWS else large).append(seen)
             at += rows
         return [Batch(tuple(views), self.n_rows) for views in (small, large) if views]
 

@@ -4,6 +4,7 @@ and the only place that says what it takes.
 
 from __future__ import annotations
 
+from kvkernels.calls import DECODE_ROWS
 from kvkernels.capabilities import (
     Capability,
     Requirement,
@@ -15,9 +16,7 @@ from kvkernels.capabilities import (
     same,
 )
 from kvkernels.op import KVARN_BITS, STANDARD_TYPES, OpKind
-
-HEAD_DIMS = (64, 128, 256, 512)
-MAX_N_Q = 16
+from kvkernels.records.layout import HEAD_DIMS
 
 _records: tuple[Requirement, ...] = (
     one_of(
@@ -54,7 +53,7 @@ TABLE: tuple[Capability, ...] = (
         entry="cpu/attend_decode",
         kind=OpKind.ATTEND,
         route=Route.NATIVE,
-        requires=(*_attend, at_most("n_q", MAX_N_Q)),
+        requires=(*_attend, at_most("n_q", DECODE_ROWS)),
         numerics=_NUMERICS,
     ),
     Capability(
