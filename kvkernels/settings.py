@@ -42,6 +42,11 @@ DOCS = (
         "the best the CPU has",
     ),
     SettingDoc(
+        "KVK_CACHE_DIR",
+        "folder that keeps machine code of the CPU kernels between processes; `off` keeps none",
+        "kvkernels in the user's cache folder",
+    ),
+    SettingDoc(
         "KVK_PROBE_TIMEOUT",
         "seconds that the probe of one backend may take, > 0",
         f"{DEFAULT_PROBE_TIMEOUT:g}",
@@ -56,13 +61,16 @@ DOCS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The values in force. ``num_threads`` None means affinity and cgroup decide."""
+    """The values in force. ``num_threads`` None means affinity and cgroup decide; ``cache_dir``
+    None that nothing is kept.
+    """
 
     num_threads: int | None = None
     cpu_isa: str | None = None
     window_chunk: int = DEFAULT_WINDOW_CHUNK
     probe_timeout: float = DEFAULT_PROBE_TIMEOUT
     tail_allow_generic: bool = False
+    cache_dir: str | None = None
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -93,7 +101,18 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         window_chunk=chunk if chunk is not None and chunk > 0 else DEFAULT_WINDOW_CHUNK,
         probe_timeout=_seconds("KVK_PROBE_TIMEOUT", text("KVK_PROBE_TIMEOUT")),
         tail_allow_generic=text("KVK_TAIL_ALLOW_GENERIC") not in ("", "0"),
+        cache_dir=_cache_dir(text("KVK_CACHE_DIR"), env),
     )
+
+
+def _cache_dir(text: str, env: Mapping[str, str]) -> str | None:
+    if text.lower() == "off":
+        return None
+    if text:
+        return os.path.expanduser(text)
+    base = env.get("XDG_CACHE_HOME") or env.get("LOCALAPPDATA") or os.path.expanduser("~/.cache")
+    # Without a home directory the tilde stays: nothing is kept then.
+    return os.path.join(base, "kvkernels") if os.path.isabs(base) else None
 
 
 def _seconds(name: str, text: str) -> float:

@@ -15,7 +15,7 @@ import pytest
 from llvmlite.binding import llvm_version_info
 from numpy.testing import assert_array_equal
 
-from kvkernels.cpu.ahead import runtime
+from kvkernels.cpu.ahead import objects, runtime
 from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
 from kvkernels.cpu.columns import ROW_BLOCKS
 from kvkernels.cpu.features import missing
@@ -84,7 +84,7 @@ def test_a_shipped_kernel_computes_what_numba_does(isa):
 
 _STEP = """
 import sys, numpy as np, kvkernels as kvk
-from kvkernels.cpu.ahead import runtime
+from kvkernels.cpu.ahead import objects, runtime
 if sys.argv[1] == "numba":
     runtime.bundle.__wrapped__  # the real one exists
     runtime.bundle = lambda isa: None
@@ -143,3 +143,81 @@ def test_a_step_with_shipped_kernels_imports_no_numba():
         )
         expected = str(llvm_version_info[0] < 16)
         assert done.stdout.strip() == expected, done.stdout + done.stderr
+
+
+# --- machine code kept between processes
+
+
+def _fresh(isa):
+    """A bundle that has compiled nothing yet."""
+    data = (runtime.resources.files("kvkernels.cpu.ahead") / f"{isa}.zip").read_bytes()
+    return runtime.Bundle(data)
+
+
+def _largest(found):
+    kernel = runtime.AheadKernel("rotate.largest_bits", found.address("rotate.largest_bits"))
+    return kernel(np.array([1.0, -3.0, 2.0], np.float32))
+
+
+_WANT = int(np.float32(3.0).view(np.uint32))
+needs_ir = pytest.mark.skipif(llvm_version_info[0] < 16, reason="this LLVM cannot read the IR")
+
+
+@pytest.fixture
+def code_dir(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVK_CACHE_DIR", str(tmp_path / "code"))
+    return tmp_path / "code"
+
+
+@needs_ir
+@pytest.mark.parametrize("isa", HERE)
+def test_kept_machine_code_is_used_instead_of_generating_it(isa, code_dir, monkeypatch):
+    assert _largest(_fresh(isa)) == _WANT
+    assert len(list(code_dir.iterdir())) == 1
+    again = _fresh(isa)
+    monkeypatch.setattr(again._zip, "read", lambda _: pytest.fail("the IR was read again"))
+    assert _largest(again) == _WANT
+
+
+@needs_ir
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "writable", "folder"])
+def test_damaged_or_foreign_machine_code_counts_as_absent(damage, code_dir):
+    assert _largest(_fresh(HERE[0])) == _WANT
+    (file,) = code_dir.iterdir()
+    good = file.read_bytes()
+    if damage == "cut":
+        file.write_bytes(good[:-1])
+    elif damage == "flipped":
+        file.write_bytes(good[:200] + bytes([good[200] ^ 1]) + good[201:])
+    elif damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "writable":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        file.mkdir()
+    assert objects.load(file.name) is None
+    assert _largest(_fresh(HERE[0])) == _WANT
+    if damage != "folder":  # made good again
+        assert file.read_bytes() == good
+        assert objects.load(file.name) is not None
+    assert [f.name for f in code_dir.iterdir()] == [file.name], "no half-written file is left"
+
+
+@needs_ir
+@pytest.mark.parametrize("where", ["off", "/proc/none/here"])
+def test_machine_code_is_not_kept_where_that_is_off_or_impossible(where, monkeypatch):
+    monkeypatch.setenv("KVK_CACHE_DIR", where)
+    assert _largest(_fresh(HERE[0])) == _WANT
+
+
+@needs_ir
+def test_kept_machine_code_is_told_apart_by_instruction_set_sources_and_compiler(code_dir):
+    parts = ("stamp", "kernel", "cpu", "features", "triple", "22.1.0")
+    names = {
+        objects.file_name(*(p + "x" * (i == j) for i, p in enumerate(parts))) for j in range(7)
+    }
+    assert len(names) == 7
+    for isa in HERE:
+        _fresh(isa).address("merge.merge")
+    assert len(list(code_dir.iterdir())) == len(HERE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -15,13 +16,15 @@ PACKAGE = Path(__file__).parents[2] / "kvkernels"
 
 
 def test_defaults() -> None:
-    expected = Settings(num_threads=None, window_chunk=65536, probe_timeout=20.0)
+    kept = os.path.join(os.path.expanduser("~"), ".cache", "kvkernels")
+    expected = Settings(num_threads=None, window_chunk=65536, probe_timeout=20.0, cache_dir=kept)
     assert settings({}) == expected
     assert settings({doc.name: " " for doc in DOCS}) == expected
 
 
 def test_values_are_read() -> None:
     env = {"KVK_NUM_THREADS": "3", "KVK_WINDOW_CHUNK": " 4096 ", "KVK_PROBE_TIMEOUT": "0.5"}
+    env["KVK_CACHE_DIR"] = "off"
     assert settings(env) == Settings(num_threads=3, window_chunk=4096, probe_timeout=0.5)
 
 
@@ -85,3 +88,18 @@ def test_no_other_module_reads_a_variable() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "settings.py":
             assert names_in(path.read_text(encoding="utf-8")) == [], path
+
+
+@pytest.mark.parametrize(
+    ("env", "folder"),
+    [
+        ({"KVK_CACHE_DIR": "/a/b"}, "/a/b"),
+        ({"KVK_CACHE_DIR": "off"}, None),
+        ({"KVK_CACHE_DIR": " OFF "}, None),
+        ({"XDG_CACHE_HOME": "/x"}, os.path.join("/x", "kvkernels")),
+        ({"XDG_CACHE_HOME": "relative"}, None),
+        ({}, os.path.join(os.path.expanduser("~"), ".cache", "kvkernels")),
+    ],
+)
+def test_the_folder_of_machine_code(env: dict[str, str], folder: str | None) -> None:
+    assert settings(env).cache_dir == folder

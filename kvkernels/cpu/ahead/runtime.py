@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
+from kvkernels.cpu.ahead import objects
 from kvkernels.cpu.ahead.signatures import SIGNATURES
 from kvkernels.cpu.kernels.stamp import source_stamp
 
@@ -64,6 +66,8 @@ class Bundle:
 
         self._zip = ZipFile(BytesIO(data))
         self.manifest = json.loads(self._zip.read("manifest.json"))
+        # Bundles of two instruction sets have kernels of the same names and sources.
+        self._stamp = hashlib.sha256(data).hexdigest()
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._llvm = llvm
@@ -89,17 +93,22 @@ class Bundle:
 
     def _compile(self, name: str) -> int:
         llvm = self._llvm
-        module = llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
-        module.link_in(llvm.parse_assembly(_RUNTIME))
+        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu=cpu, features=features, opt=2, jit=True
+        )
+        version = ".".join(map(str, llvm.llvm_version_info))
+        file = objects.file_name(self._stamp, name, cpu, features, machine.triple, version)
+        code = objects.load(file)
+        if code is None:
+            module = llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
+            module.link_in(llvm.parse_assembly(_RUNTIME))
+            code = machine.emit_object(module)
+            objects.store(file, code)
         # An engine of its own: finishing one changes the protection of its pages, and other threads
         # may be running code of earlier kernels at that moment.
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(),
-            features=llvm.get_host_cpu_features().flatten(),
-            opt=2,
-            jit=True,
-        )
-        engine = llvm.create_mcjit_compiler(module, machine)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         self._engines.append(engine)
         return int(engine.get_function_address(self.manifest["kernels"][name]))
