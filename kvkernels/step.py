@@ -111,27 +111,31 @@ class Step:
     def _prepare(
         self, layer: int, batch: Batch, rows: tuple[Rows, ...], bias: Bias
     ) -> tuple[Batch, Decision, Bias]:
+        """Build the final operation and confirm it; layers that ask for the same share the answer
+        within the step.
+        """
         cache, views = self._cache, batch.views
-        spec = cache.plan.layers[layer].spec
-        n_q = max(v.n_q for v in views)
-        op = attend_op(
-            spec,
-            cache.device.caps.id,
-            n_q,
-            max(v.n_past + v.n_q for v in views),
-            n_seq=len(views),
-            body=any(v.body[0] < v.body[1] for v in views),
-            stage=any(v.tiles for v in views),
-            q_dtype=rows[0].dtype,
-            kv_dtype=rows[1].dtype,
-            activations=cache.plan.limits.activations,
-            bias=bias.kind,
-            bias_stride=bias.stride,
-            max_offset=max(
-                cache.buffers[layer].k_records.nbytes, cache.buffers[layer].v_records.nbytes
-            ),
-        )
-        return batch, cache.confirm(layer, op), bias
+        planned, buffers = cache.plan.layers[layer], cache.buffers[layer]
+        facts = (rows[0].dtype, rows[1].dtype, bias.kind, bias.stride)
+        key = (id(planned), buffers.k_records.nbytes, buffers.v_records.nbytes, *facts)
+        if key not in batch.prepared:
+            op = attend_op(
+                planned.spec,
+                cache.device.caps.id,
+                max(v.n_q for v in views),
+                max(v.n_past + v.n_q for v in views),
+                n_seq=len(views),
+                body=any(v.body[0] < v.body[1] for v in views),
+                stage=any(v.tiles for v in views),
+                q_dtype=rows[0].dtype,
+                kv_dtype=rows[1].dtype,
+                activations=cache.plan.limits.activations,
+                bias=bias.kind,
+                bias_stride=bias.stride,
+                max_offset=max(buffers.k_records.nbytes, buffers.v_records.nbytes),
+            )
+            batch.prepared[key] = cache.confirm(layer, op)
+        return batch, batch.prepared[key], bias
 
     def _batch(self, index: int) -> list[Batch]:
         """The sequences of this step seen in one page class, decodes and prefills apart.

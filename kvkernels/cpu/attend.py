@@ -8,6 +8,7 @@ import numpy as np
 
 from kvkernels.calls import AttendCall
 from kvkernels.cpu import masks
+from kvkernels.cpu.ahead.runtime import AheadKernel
 from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.launch import constants, work_of
 from kvkernels.cpu.pool import ThreadPool
@@ -15,6 +16,9 @@ from kvkernels.cpu.scratch import Scratch
 
 _NOTHING = np.zeros(1, np.float32)
 _LANES = 64  # what the matrix kernels read at a time
+_RANGE = 2  # arguments before those a layer passes: which items
+#: first argument of the step, and of the call, after those of the layer
+_STEP, _CALL = 16, 19
 
 
 def attend_records(
@@ -26,32 +30,64 @@ def attend_records(
     layer, buffers = call.layer, call.buffers
     current = call.k is not None
     work = work_of(call.batch, layer, current=current, blocks=blocks)
-    fixed = constants(layer, buffers.slots, buffers.blocks, call.activations, isa)
     seqs, mask = work.seqs, _NOTHING
     if any(m is not None for m in call.masks):
         seqs, mask = masks.flatten(work.seqs, call.batch.views, call.masks, layer.n_head, current)
     k_new, stride = _transposed(call.k, scratch)
+    v_new = call.v.reshape(-1) if call.v is not None else _NOTHING
     # Only a decode leaves partial results to be merged; a prefill item finishes its own rows.
     parts = 1 if blocks else len(work.items)
-    pm = scratch.get("part_max", (parts, work.rows), np.float32)
-    pl = scratch.get("part_sum", (parts, work.rows), np.float32)
-    po = scratch.get("part_out", (1 if blocks else parts, work.rows * layer.head_dim), np.float32)
+    size = work.rows * layer.head_dim
+    partial = scratch.get("partial", (parts * (2 * work.rows + size),), np.float32)
+    edge = parts * work.rows
+    pm = partial[:edge].reshape(parts, work.rows)
+    pl = partial[edge : 2 * edge].reshape(parts, work.rows)
+    po = partial[2 * edge :].reshape(parts, size)
     has_sinks = call.sink_logits is not None
     sinks = call.sink_logits if has_sinks else _NOTHING
-    out, lse = call.out.reshape(-1), call.lse.reshape(-1)
-    arguments = (
-        work.items, seqs, work.tiles, work.table, fixed.shape, fixed.dots_k, fixed.dots_v,
-        fixed.middles, fixed.mats, call.q.reshape(-1), fixed.scale, fixed.softcap, fixed.slopes,
-        mask, buffers.k_records, buffers.k_records.view(np.uint16), buffers.v_records,
-        buffers.v_records.view(np.uint16), buffers.k_exact, buffers.v_exact, k_new, stride,
-        call.v.reshape(-1) if call.v is not None else _NOTHING, pm, pl, po, sinks, has_sinks, out,
-        lse,
-    )  # fmt: skip
+    finish = (pm, pl, po, sinks, has_sinks, call.out.reshape(-1), call.lse.reshape(-1))
+    start = (seqs, mask, call.q.reshape(-1), k_new, stride, v_new)
     run_items = compiled(isa, "attend.run_items")
+    merge = compiled(isa, "merge.merge")
+    fixed = _layer_arguments(call, isa)
+    if isinstance(run_items, AheadKernel):
+        # Most arguments are the same in every launch of a layer or for every layer of a step.
+        key = ("packed", call.activations, isa)
+        if key not in buffers.prepared:
+            buffers.prepared[key] = run_items.pack(_RANGE, *fixed)
+        if work.packed is None:
+            work.packed = run_items.pack(_STEP, work.items, work.tiles, work.table)
+        own = run_items.pack(_CALL, *start, *finish)
+        slots = np.concatenate((_HEAD, buffers.prepared[key], work.packed, own))
+        pool.items(run_items, slots, len(work.items), least=work.least)
+        if not blocks:
+            shape = merge.pack(0, fixed[0], work.joins, seqs)
+            merge.launch(np.concatenate((_HEAD[:1], shape, own[-_FINISH_SLOTS:])))
+        return
+    step = (work.items, work.tiles, work.table)
+    arguments = (*fixed, *step, *start, *finish)
     pool.ranges(lambda a, b: run_items(a, b, *arguments), len(work.items), least=work.least)
     if not blocks:
-        merge = compiled(isa, "merge.merge")
-        merge(seqs, work.joins, fixed.shape, sinks, has_sinks, pm, pl, po, out, lse)
+        merge(fixed[0], work.joins, seqs, *finish)
+
+
+_HEAD = np.zeros(1 + _RANGE, np.int64)
+# pm, pl, po with two extents each; sinks, out, lse with one; has_sinks without
+_FINISH_SLOTS = 3 * 3 + 3 * 2 + 1
+
+
+def _layer_arguments(call: AttendCall, isa: str) -> tuple[Any, ...]:
+    buffers = call.buffers
+    key = ("arguments", call.activations, isa)
+    if key not in buffers.prepared:
+        fixed = constants(call.layer, buffers.slots, buffers.blocks, call.activations, isa)
+        buffers.prepared[key] = (
+            fixed.shape, fixed.dots_k, fixed.dots_v, fixed.middles, fixed.mats, fixed.scale,
+            fixed.softcap, fixed.slopes, buffers.k_records, buffers.k_records.view(np.uint16),
+            buffers.v_records, buffers.v_records.view(np.uint16), buffers.k_exact, buffers.v_exact,
+        )  # fmt: skip
+    arguments: tuple[Any, ...] = buffers.prepared[key]
+    return arguments
 
 
 def _transposed(k: Any | None, scratch: Scratch) -> tuple[Any, int]:

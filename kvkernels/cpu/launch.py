@@ -32,9 +32,11 @@ Ints = NDArray[np.int64]
 _MODES = {"f32": F32, "i8": I8, "i16": I16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
-    """Launch lists of one batch (columns in ``kernels/attend.py`` and ``merge.py``)."""
+    """Launch lists of one batch (columns in ``kernels/attend.py`` and ``merge.py``); ``packed``:
+    those that no call changes, in the form of a shipped kernel.
+    """
 
     seqs: Ints
     items: Ints
@@ -43,6 +45,7 @@ class Work:
     table: NDArray[np.int32]
     rows: int
     least: int
+    packed: Ints | None = None
 
 
 def work_of(batch: Batch, layer: LayerSpec, *, current: bool, blocks: bool) -> Work:

@@ -1,8 +1,8 @@
 """Threads for nogil kernels: an own small pool instead of Numba's threading layers.
 
 Numba's layers differ by what happens to be installed (omp is not fork-safe, workqueue is not
-thread-safe, tbb may run one thread under a pinned affinity). Work is cut into equal ranges by
-index, so results never depend on timing.
+thread-safe, tbb may run one thread under a pinned affinity). Who computes an item never changes its
+bits, so results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,13 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvkernels.cpu.crew import Crew
+
+if TYPE_CHECKING:
+    from kvkernels.cpu.ahead.runtime import AheadKernel
+    from kvkernels.cpu.crew import Slots
 
 
 def available_threads() -> int:
@@ -33,6 +40,7 @@ class ThreadPool:
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
+        self._crew = Crew(n_threads)
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
         self._pid = 0
@@ -56,6 +64,16 @@ class ThreadPool:
         for error in errors:
             if error is not None:
                 raise error
+
+    def items(self, kernel: AheadKernel, slots: Slots, n_items: int, *, least: int = 1) -> None:
+        """``kernel(start, stop, ..)`` over ``0 .. n_items`` from packed arguments, at least
+        ``least`` items a thread. One call at a time.
+        """
+        if min(self.n_threads, n_items // least) > 1:
+            self._crew.run(kernel, slots, n_items)
+        else:
+            slots[1], slots[2] = 0, n_items
+            kernel.launch(slots)
 
     def _running(self) -> ThreadPoolExecutor:
         with self._lock:

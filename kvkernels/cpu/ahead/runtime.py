@@ -14,6 +14,7 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkernels.cpu.ahead import objects
 from kvkernels.cpu.ahead.signatures import SIGNATURES
@@ -62,17 +63,11 @@ class Bundle:
     """The kernels of one instruction set. ``address`` compiles a kernel on its first use."""
 
     def __init__(self, data: bytes) -> None:
-        import llvmlite.binding as llvm
-
         self._zip = ZipFile(BytesIO(data))
         self.manifest = json.loads(self._zip.read("manifest.json"))
         # Bundles of two instruction sets have kernels of the same names and sources.
         self._stamp = hashlib.sha256(data).hexdigest()
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
-        self._llvm = llvm
         self._lock = threading.Lock()
-        self._engines: list[Any] = []
         self._addresses: dict[str, int] = {}
 
     @property
@@ -92,26 +87,50 @@ class Bundle:
             return self._addresses[name]
 
     def _compile(self, name: str) -> int:
-        llvm = self._llvm
-        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=cpu, features=features, opt=2, jit=True
-        )
-        version = ".".join(map(str, llvm.llvm_version_info))
-        file = objects.file_name(self._stamp, name, cpu, features, machine.triple, version)
-        code = objects.load(file)
-        if code is None:
-            module = llvm.parse_assembly(self._zip.read(f"{name}.ll").decode())
-            module.link_in(llvm.parse_assembly(_RUNTIME))
-            code = machine.emit_object(module)
-            objects.store(file, code)
-        # An engine of its own: finishing one changes the protection of its pages, and other threads
-        # may be running code of earlier kernels at that moment.
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        self._engines.append(engine)
-        return int(engine.get_function_address(self.manifest["kernels"][name]))
+        symbol = self.manifest["kernels"][name]
+
+        def text() -> str:
+            return self._zip.read(f"{name}.ll").decode()
+
+        return machine_code(text, f"{self._stamp} {name}", (symbol,), _RUNTIME)[0]
+
+
+def machine_code(
+    text: str | Callable[[], str], stamp: str, symbols: tuple[str, ...], extra: str = ""
+) -> list[int]:
+    """Addresses of ``symbols`` of a module of IR, compiled for this CPU or taken from disk.
+
+    ``stamp`` stands for the text, which is read only when nothing is kept. Raises RuntimeError for
+    IR that this LLVM cannot read.
+    """
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=cpu, features=features, opt=2, jit=True
+    )
+    version = ".".join(map(str, llvm.llvm_version_info))
+    file = objects.file_name(stamp, cpu, features, machine.triple, version)
+    code = objects.load(file)
+    if code is None:
+        module = llvm.parse_assembly(text if isinstance(text, str) else text())
+        if extra:
+            module.link_in(llvm.parse_assembly(extra))
+        code = machine.emit_object(module)
+        objects.store(file, code)
+    # An engine of its own: finishing one changes the protection of its pages, and other threads may
+    # be running code of earlier kernels at that moment.
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return [int(engine.get_function_address(symbol)) for symbol in symbols]
+
+
+# Addresses of compiled code are kept all over the place: it must outlive every cache.
+_engines: list[Any] = []
 
 
 @cache
@@ -124,12 +143,7 @@ def bundle(isa: str) -> Bundle | None:
         return None  # absent, or not for this llvmlite
     if not found.usable:
         return None
-    # Addresses of its code are kept all over the place: it must outlive every cache.
-    _loaded.append(found)
     return found
-
-
-_loaded: list[Bundle] = []
 
 
 # kind -> how its bits travel in an int64
@@ -140,17 +154,36 @@ _FLOATS: dict[str, tuple[Any, Any]] = {
 
 
 class AheadKernel:
-    """Callable like the Numba function it was made from."""
+    """Callable like the Numba function it was made from, and in two halves: ``pack`` arguments that
+    do not change once, join the pieces and ``launch`` them.
+    """
 
     def __init__(self, name: str, address: int) -> None:
         self.name = name
-        self._arrays = ["*" in kind for kind in SIGNATURES[name]]
-        self._floats = [_FLOATS.get(kind) for kind in SIGNATURES[name]]
+        self.address = address
+        self._kinds = tuple(("*" in kind, _FLOATS.get(kind)) for kind in SIGNATURES[name])
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def __call__(self, *args: Any) -> int:
         slots = [0]
-        for is_array, is_float, value in zip(self._arrays, self._floats, args, strict=True):
+        self._pack(slots, self._kinds, args)
+        packed = (ctypes.c_int64 * len(slots))(*slots)
+        self._call(packed)
+        return packed[0]
+
+    def pack(self, first: int, *args: Any) -> NDArray[np.int64]:
+        """The slots of arguments ``first``, ``first + 1``, ..; the caller keeps arrays alive."""
+        slots: list[int] = []
+        self._pack(slots, self._kinds[first : first + len(args)], args)
+        return np.array(slots, np.int64)
+
+    def launch(self, slots: NDArray[np.int64]) -> None:
+        """Call with packed arguments; ``slots[0]`` takes the result."""
+        self._call(slots.ctypes.data)
+
+    @staticmethod
+    def _pack(slots: list[int], kinds: Any, args: tuple[Any, ...]) -> None:
+        for (is_array, is_float), value in zip(kinds, args, strict=True):
             if is_array:
                 slots.append(_address_of(value))
                 slots += value.shape
@@ -158,9 +191,6 @@ class AheadKernel:
                 slots.append(int(is_float[0](value).view(is_float[1])))
             else:
                 slots.append(int(value))
-        packed = (ctypes.c_int64 * len(slots))(*slots)
-        self._call(packed)
-        return int(packed[0])
 
 
 _NO_BYTES = ctypes.c_char * 0

@@ -6,13 +6,17 @@ address and shape.
 """
 
 SIGNATURES: dict[str, tuple[str, ...]] = {
+    # What a layer passes in every launch, what a step passes for all layers, what each call has.
     "attend.run_items": (
-        "int", "int", "i8*2", "i8*2", "i8*2", "i4*1", "i8*1", "i8*1", "i8*1", "f4*1", "i8*1",
-        "f4*1", "float", "float", "f4*1", "f4*1", "u1*1", "u2*1", "u1*1", "u2*1", "u2*1", "u2*1",
-        "f4*1", "int", "f4*1", "f4*2", "f4*2", "f4*2", "f4*1", "bool", "f4*1", "f4*1",
+        "int", "int",
+        "i8*1", "i8*1", "i8*1", "f4*1", "i8*1", "float", "float", "f4*1", "u1*1", "u2*1", "u1*1",
+        "u2*1", "u2*1", "u2*1",
+        "i8*2", "i8*2", "i4*1",
+        "i8*2", "f4*1", "f4*1", "f4*1", "int", "f4*1", "f4*2", "f4*2", "f4*2", "f4*1", "bool",
+        "f4*1", "f4*1",
     ),
     "merge.merge": (
-        "i8*2", "i8*2", "i8*1", "f4*1", "bool", "f4*2", "f4*2", "f4*2", "f4*1", "f4*1",
+        "i8*1", "i8*2", "i8*2", "f4*2", "f4*2", "f4*2", "f4*1", "bool", "f4*1", "f4*1",
     ),
     "rotate.largest_bits": ("f4*1",),
     "rotate.rotate_rows": ("f4*2", "f4*2"),

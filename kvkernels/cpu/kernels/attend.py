@@ -70,10 +70,12 @@ def rotate_all(x, rows, dim, tmp):
 
 @kernel
 def run_items(
-    start, stop, items, seqs, tiles, table, shape, dots_k, dots_v, middles, mats, queries_in,
-    scale, cap, slopes, mask, k_codes, k_axes, v_codes, v_axes, k_exact, v_exact, k_new,
-    k_new_stride, v_new, pm, pl, po, sink_logits,
-    has_sinks, out, lse,
+    start, stop,
+    shape, dots_k, dots_v, middles, mats, scale, cap, slopes, k_codes, k_axes, v_codes, v_axes,
+    k_exact, v_exact,
+    items, tiles, table,
+    seqs, mask, queries_in, k_new, k_new_stride, v_new,
+    pm, pl, po, sink_logits, has_sinks, out, lse,
 ):  # fmt: skip
     """Compute items ``start .. stop``.
 
@@ -160,10 +162,12 @@ def run_items(
                         ahead * shape[K_BYTES], rows, axes, w, act, scales, tmp, zs, scores, tops,
                     )  # fmt: skip
                 elif phase == EXACT:
-                    exact_scores(q, mats, k_exact, at, int64(GROUP), dim, n, rows, scores)
+                    exact_scores(q, mats, k_exact, at, int64(GROUP), dim, low, high, rows, scores)
                 else:
                     k_at = h * dim * k_new_stride + at
-                    exact_scores(q, mats[3:], k_new, k_at, k_new_stride, dim, n, rows, scores)
+                    exact_scores(
+                        q, mats[3:], k_new, k_at, k_new_stride, dim, low, high, rows, scores
+                    )
                 seen = softmax_tile(
                     shape, seqs, s, h, first, queries, base, n, twin, phase == BODY, cap, slopes,
                     mask, scores, tops, m, lsum, alpha,

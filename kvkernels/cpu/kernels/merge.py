@@ -15,7 +15,7 @@ J_SEQ, J_HEAD, J_FIRST, J_QUERIES, J_PART, J_ROTATED, J_PLAIN = range(7)
 
 
 @kernel
-def merge(seqs, joins, shape, sink_logits, has_sinks, pm, pl, po, out, lse):
+def merge(shape, joins, seqs, pm, pl, po, sink_logits, has_sinks, out, lse):
     """out float32 [T, n_head, D] and lse [T, n_head], flat. Rotated sums are rotated back here."""
     dim = shape[HEAD_DIM]
     gqa = shape[N_HEAD] // shape[N_KV_HEAD]

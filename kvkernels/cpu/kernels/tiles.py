@@ -197,21 +197,24 @@ def body_values(
 
 
 @inner
-def exact_scores(q, mats, k, k_at, k_stride, dim, n, rows, scores):
-    """scores[row, t] = q . k[:, t] for t < n rounded up to 64, the rest 0; k is [D, tokens].
+def exact_scores(q, mats, k, k_at, k_stride, dim, low, high, rows, scores):
+    """scores[row, t] = q . k[:, t] for the tokens around [low, high), the rest 0; k is [D, tokens].
 
-    Lanes of unused tokens hold garbage (even NaN) until they are hidden: lanes never mix.
+    Lanes of tokens outside hold garbage (even NaN) until they are hidden: lanes never mix.
     """
-    padded = (n + 63) // 64 * 64
+    begin, end = low // 64 * 64, (high + 63) // 64 * 64
     r = int64(0)
     while r < rows:
         size, which = block_of(rows - r)
         call_matrix(
-            mats[which], k, k_at, q, r * dim, scores, r * GROUP, padded, dim, k_stride, dim, GROUP
-        )
+            mats[which], k, k_at + begin, q, r * dim, scores, r * GROUP + begin, end - begin, dim,
+            k_stride, dim, GROUP,
+        )  # fmt: skip
         r += size
     for r in range(rows):
-        for t in range(padded, GROUP, 16):
+        for t in range(0, begin, 16):
+            store(scores, r * GROUP + t, splat(float32(0.0)))
+        for t in range(end, GROUP, 16):
             store(scores, r * GROUP + t, splat(float32(0.0)))
 
 
