@@ -69,11 +69,19 @@ class ThreadPool:
         """``kernel(start, stop, ..)`` over ``0 .. n_items`` from packed arguments, at least
         ``least`` items a thread. One call at a time.
         """
-        if min(self.n_threads, n_items // least) > 1:
-            self._crew.run(kernel, slots, n_items)
-        else:
+        if min(self.n_threads, n_items // least) <= 1:
             slots[1], slots[2] = 0, n_items
             kernel.launch(slots)
+        elif os.name == "posix":
+            self._crew.run(kernel, slots, n_items)
+        else:
+
+            def part(start: int, stop: int) -> None:
+                own = slots.copy()
+                own[1], own[2] = start, stop
+                kernel.launch(own)
+
+            self.ranges(part, n_items)
 
     def _running(self) -> ThreadPoolExecutor:
         with self._lock:

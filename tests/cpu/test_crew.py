@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from llvmlite.binding import llvm_version_info
 
-from kvkernels.cpu.crew import WIDTH, Crew
+from kvkernels.cpu.crew import _BED, WIDTH, Crew
 
 pytestmark = pytest.mark.skipif(llvm_version_info[0] < 16, reason="this LLVM cannot read the IR")
 POINTER = ctypes.POINTER(ctypes.c_int64)
@@ -54,6 +54,14 @@ def until(condition, seconds=20.0):
     return condition()
 
 
+def asleep(crew):
+    """Whether all workers sleep: the first word of each bed."""
+    return all(
+        ctypes.c_int64.from_address(crew._at[2] + 8 * _BED * i).value
+        for i in range(crew.n_threads - 1)
+    )
+
+
 @pytest.mark.parametrize("n_threads", [1, 2, 5])
 def test_every_item_is_done_once_in_every_launch_with_that_launchs_arguments(n_threads):
     crew, kernel = Crew(n_threads), Kernel(23)
@@ -74,7 +82,7 @@ def test_workers_sleep_when_there_is_nothing_to_do_and_wake_for_the_next_launch(
     crew, kernel = Crew(3), Kernel(9, sleep=0.01)
     crew.run(kernel, slots(0), 9)
     assert len(kernel.threads) == 3
-    assert until(lambda: all(worker._asleep for worker in crew._workers))
+    assert until(lambda: asleep(crew))
     kernel.threads.clear()
     crew.run(kernel, slots(0), 9)
     assert len(kernel.threads) == 3
@@ -84,9 +92,9 @@ def test_workers_sleep_when_there_is_nothing_to_do_and_wake_for_the_next_launch(
 def test_few_items_wake_few_workers():
     crew, kernel = Crew(4), Kernel(2, sleep=0.01)
     crew.run(kernel, slots(0), 2)
-    assert until(lambda: all(worker._asleep for worker in crew._workers))
+    assert until(lambda: asleep(crew))
     crew.run(kernel, slots(0), 1)
-    assert all(worker._asleep for worker in crew._workers)
+    assert asleep(crew)
 
 
 def test_the_threads_of_a_forgotten_crew_end():
