@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,30 +148,44 @@ def check_query_moments(
     return tuple(found)
 
 
+class Given(NamedTuple):
+    """An array a caller passed for ``field``, and what it must be. ``stored``: its rotated rows
+    must fit fp16.
+    """
+
+    field: str
+    array: Any
+    shape: tuple[int, ...]
+    stored: bool
+
+
 def check_rows(
     device: Device,
-    field: str,
-    array: Any,
-    shape: tuple[int, ...],
+    given: Sequence[Given],
     *,
-    stored: bool,
+    where: str = "",
     place: Callable[[int], str] = lambda row: f"row {row}",
-) -> Rows:
-    """q, k or v [rows, heads, D] as the device takes it. ``stored``: its rotated rows must fit
-    fp16.
+) -> tuple[Rows, ...]:
+    """q, k, v [rows, heads, D] as the device takes them.
 
-    Raises InputError (shape, dtype, device), NonFiniteError naming the first bad value; ``place``
-    says in words where a row of the array sits.
+    Raises InputError (shape, dtype, device), NonFiniteError naming the first bad value; ``where``
+    follows the field in messages, ``place`` says in words where a row of the array sits.
     """
-    if tuple(getattr(array, "shape", ())) != shape:
-        found = getattr(array, "shape", type(array).__name__)
-        raise InputError(field, found=f"shape {found}", needed=shape)
-    rows = device.rows(field, array)
-    bad = device.first_unfit(rows.array, stored=stored)
-    if bad is not None:
+    rows = tuple(_on_device(device, g.field + where, g.array, g.shape) for g in given)
+    found = device.first_unfit([r.array for r in rows], [g.stored for g in given])
+    if found is not None:
+        which, bad = found
+        name = f"{given[which].field}{where}, {place(bad[0])}, head {bad[1]}, channel {bad[2]}"
         raise NonFiniteError(
-            f"{field}, {place(bad[0])}, head {bad[1]}, channel {bad[2]}",
-            found=float(rows.array[bad]),
+            name,
+            found=float(rows[which].array[bad]),
             needed="finite values whose rotated row stays within fp16 (65504)",
         )
     return rows
+
+
+def _on_device(device: Device, field: str, array: Any, shape: tuple[int, ...]) -> Rows:
+    if getattr(array, "shape", ()) != shape and tuple(getattr(array, "shape", ())) != shape:
+        found = getattr(array, "shape", type(array).__name__)
+        raise InputError(field, found=f"shape {found}", needed=shape)
+    return device.rows(field, array)

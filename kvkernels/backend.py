@@ -84,9 +84,11 @@ class Device(Protocol):
     def empty(self, shape: tuple[int, ...]) -> Any:
         """An array for results."""
 
-    def first_unfit(self, rows: Any, *, stored: bool) -> tuple[int, ...] | None:
-        """Index of the first value that cannot be used (``stored``: that cannot be kept),
-        or None.
+    def first_unfit(
+        self, arrays: Sequence[Any], stored: Sequence[bool]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """(array, index in it) of the first value that cannot be used, where ``stored`` is set that
+        cannot be kept; or None. All arrays of one attention together: this is on its hot path.
         """
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.arguments import (
+    Given,
     by_sequence,
     check_bias,
     check_query_moment,
@@ -93,10 +94,11 @@ def encode(
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
-    rows_k = check_rows(device, "k", k, shape, stored=True)
-    rows_v = check_rows(device, "v", v, shape, stored=True)
-    shape = (n, spec.n_head, spec.head_dim)
-    rows_q = check_rows(device, "q", q, shape, stored=True).array if source == "rows" else None
+    given_rows = [Given("k", k, shape, True), Given("v", v, shape, True)]
+    if source == "rows":
+        given_rows.append(Given("q", q, (n, spec.n_head, spec.head_dim), True))
+    rows_k, rows_v, *rest = check_rows(device, given_rows)
+    rows_q = rest[0].array if rest else None
     each = range(n // GROUP)
     sizes = [head_layout(spec, side).nbytes for side in Side]
     pools = [np.zeros((spec.n_kv_head, len(each), size), np.uint8) for size in sizes]
@@ -227,10 +229,12 @@ class AttendPlan:
                 found="given" if k is not None else "missing",
                 needed=f"current={self.current}",
             )
-        rows_q = check_rows(device, "q", q, (self.n_rows, spec.n_head, spec.head_dim), stored=False)
-        kv_shape = (self.n_rows, spec.n_kv_head, spec.head_dim)
-        rows_k = check_rows(device, "k", k, kv_shape, stored=False) if self.current else None
-        rows_v = check_rows(device, "v", v, kv_shape, stored=False) if self.current else None
+        given = [Given("q", q, (self.n_rows, spec.n_head, spec.head_dim), False)]
+        if self.current:
+            shape = (self.n_rows, spec.n_kv_head, spec.head_dim)
+            given += [Given("k", k, shape, False), Given("v", v, shape, False)]
+        rows_q, *rest = check_rows(device, given)
+        rows_k, rows_v = rest or (None, None)
         sinks = check_sink_logits(spec, sink_logits)
         result = device.empty((self.n_rows, spec.n_head, spec.head_dim)) if out is None else out
         logs = device.empty((self.n_rows, spec.n_head)) if lse is None else lse

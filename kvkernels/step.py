@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvkernels.arguments import Bias, by_sequence, check_bias, check_rows, check_sink_logits
+from kvkernels.arguments import (
+    Bias,
+    Given,
+    by_sequence,
+    check_bias,
+    check_rows,
+    check_sink_logits,
+)
 from kvkernels.backend import Rows
 from kvkernels.calls import DECODE_ROWS, AttendCall, Batch, CommitCall, GroupWrite, SeqView
 from kvkernels.dispatch import Decision
@@ -27,7 +34,7 @@ class Step:
         self.n_tokens = n_tokens
         self.n_rows = sum(n_tokens.values())
         self._closed = False
-        self._rows: dict[int, tuple[Rows, Rows, Rows]] = {}
+        self._rows: dict[int, tuple[Rows, ...]] = {}
         self._batches = [self._batch(i) for i in range(len(cache.classes))]
 
     @property
@@ -71,16 +78,19 @@ class Step:
         if layer in self._rows:
             raise StepError(f"layer {layer} was attended already in this step")
         spec, device = cache.plan.layers[layer].spec, cache.device
-        rows = tuple(
-            self._checked(layer, name, array, heads, spec.head_dim)
-            for name, array, heads in (
-                ("q", q, spec.n_head),
-                ("k", k, spec.n_kv_head),
-                ("v", v, spec.n_kv_head),
-            )
+        n, dim = self.n_rows, spec.head_dim
+        rows = check_rows(
+            device,
+            (
+                Given("q", q, (n, spec.n_head, dim), cache.plan.stages_queries(layer)),
+                Given("k", k, (n, spec.n_kv_head, dim), True),
+                Given("v", v, (n, spec.n_kv_head, dim), True),
+            ),
+            where=f" of layer {layer}",
+            place=self._place_of,
         )
         sinks = check_sink_logits(spec, sink_logits)
-        shape = (self.n_rows, spec.n_head, spec.head_dim)
+        shape = (n, spec.n_head, dim)
         result = device.empty(shape) if out is None else _given("out", out, shape)
         logs = device.empty(shape[:2]) if lse is None else _given("lse", lse, shape[:2])
         masks = by_sequence(mask, list(self.n_tokens))
@@ -105,7 +115,7 @@ class Step:
                 activations=cache.plan.limits.activations,
             )
             device.run(str(decision.entry), decision.op, call)
-        self._rows[layer] = rows  # type: ignore[assignment]
+        self._rows[layer] = rows
         return result
 
     def _prepare(
@@ -160,19 +170,9 @@ class Step:
             at += rows
         return [Batch(tuple(views), self.n_rows) for views in (small, large) if views]
 
-    def _checked(self, layer: int, name: str, array: Any, heads: int, dim: int) -> Rows:
-        def place(row: int) -> str:
-            seq, offset = self._sequence_of(row)
-            return f"sequence {seq}, position {self._cache.length(seq) + offset}"
-
-        return check_rows(
-            self._cache.device,
-            f"{name} of layer {layer}",
-            array,
-            (self.n_rows, heads, dim),
-            stored=name != "q" or self._cache.plan.stages_queries(layer),
-            place=place,
-        )
+    def _place_of(self, row: int) -> str:
+        seq, offset = self._sequence_of(row)
+        return f"sequence {seq}, position {self._cache.length(seq) + offset}"
 
     def _sequence_of(self, row: int) -> tuple[int, int]:
         for seq, n in self.n_tokens.items():

@@ -33,8 +33,12 @@ def attend_records(
     seqs, mask = work.seqs, _NOTHING
     if any(m is not None for m in call.masks):
         seqs, mask = masks.flatten(work.seqs, call.batch.views, call.masks, layer.n_head, current)
-    k_new, stride = _transposed(call.k, scratch)
-    v_new = call.v.reshape(-1) if call.v is not None else _NOTHING
+    k_new = v_new = _NOTHING
+    stride = 0
+    if call.k is not None and call.v is not None:
+        # A decode has few rows and takes them as they lie.
+        k_new, stride = _transposed(call.k, scratch) if blocks else (call.k.reshape(-1), 1)
+        v_new = call.v.reshape(-1)
     # Only a decode leaves partial results to be merged; a prefill item finishes its own rows.
     parts = 1 if blocks else len(work.items)
     size = work.rows * layer.head_dim
@@ -61,14 +65,17 @@ def attend_records(
         slots = np.concatenate((_HEAD, buffers.prepared[key], work.packed, own))
         pool.items(run_items, slots, len(work.items), least=work.least)
         if not blocks:
-            shape = merge.pack(0, fixed[0], work.joins, seqs)
-            merge.launch(np.concatenate((_HEAD[:1], shape, own[-_FINISH_SLOTS:])))
+            if work.packed_joins is None:
+                joins = merge.pack(0, fixed[0], work.joins, work.seqs)
+                work.packed_joins = joins, fixed[0]
+            joins = work.packed_joins[0]
+            merge.launch(np.concatenate((_HEAD[:1], joins, own[-_FINISH_SLOTS:])))
         return
     step = (work.items, work.tiles, work.table)
     arguments = (*fixed, *step, *start, *finish)
     pool.ranges(lambda a, b: run_items(a, b, *arguments), len(work.items), least=work.least)
     if not blocks:
-        merge(fixed[0], work.joins, seqs, *finish)
+        merge(fixed[0], work.joins, work.seqs, *finish)
 
 
 _HEAD = np.zeros(1 + _RANGE, np.int64)
@@ -90,14 +97,11 @@ def _layer_arguments(call: AttendCall, isa: str) -> tuple[Any, ...]:
     return arguments
 
 
-def _transposed(k: Any | None, scratch: Scratch) -> tuple[Any, int]:
-    """Current K as [n_kv_head, D, padded rows] flat, and its row stride; (nothing, 0) without
-    current rows.
+def _transposed(k: Any, scratch: Scratch) -> tuple[Any, int]:
+    """Current K as [n_kv_head, D, padded rows] flat, and its row stride.
 
     Lanes past the last row hold whatever was there: kernels hide them, they never mix with others.
     """
-    if k is None:
-        return _NOTHING, 0
     n, heads, dim = k.shape
     stride = -(-n // _LANES) * _LANES + _LANES
     out = scratch.get("k_transposed", (heads, dim, stride), np.float32)

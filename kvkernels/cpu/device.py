@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -26,6 +27,7 @@ from kvkernels.op import AttentionOp, LayerSpec
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
 _INFINITY_BITS = 0x7F800000
+_NONE = np.zeros(0, np.float32)
 
 _devices: WeakSet[CpuDevice] = WeakSet()
 
@@ -49,6 +51,7 @@ class CpuDevice:
         self.isa = str(caps.facts["isa"])
         self.pool = ThreadPool(n_threads or available_threads())
         self.scratch = Scratch()
+        self._largest_bits = compiled(self.isa, "rotate.largest_bits")
         self._turn = threading.Lock()
         _devices.add(self)
 
@@ -93,25 +96,38 @@ class CpuDevice:
         """A float32 array for results."""
         return np.empty(shape, np.float32)
 
-    def first_unfit(self, rows: Any, *, stored: bool) -> tuple[int, ...] | None:
-        """Index (row, head, channel) of the first value that is NaN or infinite, or None.
+    def first_unfit(
+        self, arrays: Sequence[Any], stored: Sequence[bool]
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """(array, (row, head, channel)) of the first value that is NaN or infinite, or None.
 
-        With ``stored``, also of the first one whose rotated row leaves the fp16 range of the stage.
+        Where ``stored``, also of the first one whose rotated row leaves the stage's fp16 range.
         """
-        flat, dim = rows.reshape(-1), rows.shape[-1]
-        top = np.uint32(compiled(self.isa, "rotate.largest_bits")(flat))
-        if top >= _INFINITY_BITS:
-            at = int(compiled(self.isa, "rotate.first_nonfinite")(flat))
-            return tuple(int(i) for i in np.unravel_index(at, rows.shape))
+        first, second, third = (*(a.reshape(-1) for a in arrays), _NONE, _NONE)[:3]
+        top = self._largest_bits(first, second, third)
         # |rotated| <= sqrt(D) * max|x|: below that nothing can overflow, and that is nearly always.
-        if not stored or float(top.view(np.float32)) * dim**0.5 < _HALF_MAX:
-            return None
-        half = np.empty((rows.size // dim, dim), np.uint16)
-        compiled(self.isa, "rotate.rotate_rows_to_half")(rows.reshape(-1, dim), half)
-        bad = np.flatnonzero((half & 0x7C00) == 0x7C00)
-        if not bad.size:
-            return None
-        return tuple(int(i) for i in np.unravel_index(int(bad[0]), rows.shape))
+        if top < _INFINITY_BITS:
+            widest = max(a.shape[-1] for a in arrays)
+            if float(np.uint32(top).view(np.float32)) * widest**0.5 < _HALF_MAX:
+                return None
+        for i, (rows, kept) in enumerate(zip(arrays, stored, strict=True)):
+            bad = self._unfit(rows, kept)
+            if bad is not None:
+                return i, bad
+        return None
+
+    def _unfit(self, rows: Any, stored: bool) -> tuple[int, ...] | None:
+        at = int(compiled(self.isa, "rotate.first_nonfinite")(rows.reshape(-1)))
+        if at < 0:
+            if not stored:
+                return None
+            half = np.empty((rows.size // rows.shape[-1], rows.shape[-1]), np.uint16)
+            compiled(self.isa, "rotate.rotate_rows_to_half")(rows.reshape(half.shape), half)
+            bad = np.flatnonzero((half & 0x7C00) == 0x7C00)
+            if not bad.size:
+                return None
+            at = int(bad[0])
+        return tuple(int(i) for i in np.unravel_index(at, rows.shape))
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Run an entry. The entry checks nothing again: ``op`` was confirmed against the table."""

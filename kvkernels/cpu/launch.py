@@ -34,8 +34,9 @@ _MODES = {"f32": F32, "i8": I8, "i16": I16}
 
 @dataclass(slots=True)
 class Work:
-    """Launch lists of one batch (columns in ``kernels/attend.py`` and ``merge.py``); ``packed``:
-    those that no call changes, in the form of a shipped kernel.
+    """Launch lists of one batch (columns in ``kernels/attend.py`` and ``merge.py``); ``packed``
+    and ``packed_joins``: those that no call changes, in the form of shipped kernels (the latter
+    with the layer's ``shape``, whose address it holds).
     """
 
     seqs: Ints
@@ -46,13 +47,15 @@ class Work:
     rows: int
     least: int
     packed: Ints | None = None
+    packed_joins: tuple[Ints, Ints] | None = None
 
 
 def work_of(batch: Batch, layer: LayerSpec, *, current: bool, blocks: bool) -> Work:
     """The lists for this batch; ``blocks``: by blocks of queries (prefill) instead of chunks of
     keys (decode).
     """
-    key = ("cpu", layer.n_kv_head, layer.gqa, current, blocks)
+    # Everything of a layer that the lists, or what is packed of them, depend on.
+    key = ("cpu", layer.n_kv_head, layer.gqa, layer.head_dim, current, blocks)
     if key not in batch.prepared:
         batch.prepared[key] = _Builder(layer.n_kv_head, layer.gqa, current, blocks).build(batch)
     work: Work = batch.prepared[key]

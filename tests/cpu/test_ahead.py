@@ -69,7 +69,8 @@ def test_a_shipped_kernel_computes_what_numba_does(isa):
     assert_array_equal(got, want)
     # a result, and memory from the runtime of the bundle
     top = runtime.kernel(isa, "rotate.largest_bits", lambda: None)
-    assert top(x.reshape(-1)) == rotate.largest_bits(x.reshape(-1))
+    parts = x.reshape(-1), -2 * x.reshape(-1), x[0]
+    assert top(*parts) == rotate.largest_bits(*parts) == np.abs(2 * x).max().view(np.uint32)
     half_want, half_got = np.empty(x.shape, np.uint16), np.empty(x.shape, np.uint16)
     rotate.rotate_rows_to_half(x, half_want)
     runtime.kernel(isa, "rotate.rotate_rows_to_half", lambda: None)(x, half_got)
@@ -156,7 +157,7 @@ def _fresh(isa):
 
 def _largest(found):
     kernel = runtime.AheadKernel("rotate.largest_bits", found.address("rotate.largest_bits"))
-    return kernel(np.array([1.0, -3.0, 2.0], np.float32))
+    return kernel(*(np.array([x, -x, 0], np.float32) for x in (1, 3, 2)))
 
 
 _WANT = int(np.float32(3.0).view(np.uint32))

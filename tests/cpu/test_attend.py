@@ -395,3 +395,20 @@ def test_every_entry_and_window_size_by_steps(device: Any) -> None:
     twin = Twin(make(device, *layers, n_seq=2), "steps")
     for n_tokens in ({0: 100}, {0: 28, 1: 3}, {1: 130}, {0: 1, 1: 1}, {0: 300}, {0: 17, 1: 16}):
         twin.step(n_tokens)
+
+
+@pytest.mark.parametrize("n_q", [1, 40])
+def test_layers_of_one_step_that_differ_in_all_but_their_pages(device: Any, n_q: int) -> None:
+    """What a step prepares once is shared only by layers for which it is the same."""
+    dims = [spec(head_dim=64), spec(head_dim=128), spec(head_dim=64, k="kvarn2", v="kvarn8")]
+    specs = [*dims, spec(n_head=8), spec(softcap=20.0), spec(scale=0.5)]
+    together = make(device, *specs)
+    data = layer_rows(together, 300 + n_q, "mixed")
+    fill(together, data, 0, 300)
+    with together.step({0: n_q}) as step:
+        outs = [step.attend(i, *r.part(300, 300 + n_q)) for i, r in enumerate(data)]
+    for i, one in enumerate(specs):
+        alone = make(device, one)
+        fill(alone, [data[i]], 0, 300)
+        with alone.step({0: n_q}) as step:
+            assert step.attend(0, *data[i].part(300, 300 + n_q)).tobytes() == outs[i].tobytes(), i

@@ -18,7 +18,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "merge.merge": (
         "i8*1", "i8*2", "i8*2", "f4*2", "f4*2", "f4*2", "f4*1", "bool", "f4*1", "f4*1",
     ),
-    "rotate.largest_bits": ("f4*1",),
+    "rotate.largest_bits": ("f4*1", "f4*1", "f4*1"),
     "rotate.rotate_rows": ("f4*2", "f4*2"),
     "rotate.rotate_rows_to_half": ("f4*2", "u2*2"),
     "seal.seal_head": ("u2*1", "bool", "int", "f4*1", "f8*1", "u1*1", "u1*1"),

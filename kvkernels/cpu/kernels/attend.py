@@ -39,6 +39,7 @@ from kvkernels.cpu.kernels.tiles import (
     body_values,
     exact_scores,
     exact_values,
+    row_scores,
     softmax_tile,
     span,
 )
@@ -81,8 +82,9 @@ def run_items(
 
     queries_in: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 record pools [n_kv_head,
     slots, bytes] flat, with their uint16 views k_axes / v_axes; k_exact: uint16 [n_kv_head, blocks,
-    D, 128] flat, v_exact the same as [.., 128, D], both rotated; k_new: float32 [n_kv_head, D,
-    k_new_stride] flat, v_new: [T, n_kv_head, D] flat, both un-rotated; mats: addresses of the fp16
+    D, 128] flat, v_exact the same as [.., 128, D], both rotated; k_new, v_new: float32 [T,
+    n_kv_head, D] flat, both un-rotated, but for items of kind ALL k_new is [n_kv_head, D,
+    k_new_stride]; k_new_stride 0 says that there are none; mats: addresses of the fp16
     and float32 matrix kernels; pm, pl: float32 [parts, rows]; po: [parts, rows * D].
     """
     dim, n_head, n_kv_head = shape[HEAD_DIM], shape[N_HEAD], shape[N_KV_HEAD]
@@ -163,11 +165,14 @@ def run_items(
                     )  # fmt: skip
                 elif phase == EXACT:
                     exact_scores(q, mats, k_exact, at, int64(GROUP), dim, low, high, rows, scores)
-                else:
+                elif kind == ALL:
                     k_at = h * dim * k_new_stride + at
                     exact_scores(
                         q, mats[3:], k_new, k_at, k_new_stride, dim, low, high, rows, scores
                     )
+                else:
+                    k_at = (at * n_kv_head + h) * dim
+                    row_scores(q, k_new, k_at, stride, dim, n, rows, scores)
                 seen = softmax_tile(
                     shape, seqs, s, h, first, queries, base, n, twin, phase == BODY, cap, slopes,
                     mask, scores, tops, m, lsum, alpha,

@@ -33,15 +33,20 @@ def first_nonfinite(x):
     return -1
 
 
-@exact_kernel
-def largest_bits(x):
-    """Largest |x| of fp32 ``x [n]`` as its bits: ordered like the values,
-    and NaN above infinity.
-    """
-    bits, top = x.view(np.uint32), np.uint32(0)
+@exact_leaf
+def _top(x, top):
+    bits = x.view(np.uint32)
     for i in range(bits.shape[0]):
         top = max(top, np.uint32(bits[i] & np.uint32(0x7FFFFFFF)))
     return top
+
+
+@exact_kernel
+def largest_bits(x, y, z):
+    """Largest magnitude in three fp32 arrays ``[n]`` as its bits: ordered like the values, and NaN
+    above infinity.
+    """
+    return _top(z, _top(y, _top(x, np.uint32(0))))
 
 
 @exact_leaf

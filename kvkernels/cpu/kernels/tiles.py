@@ -15,6 +15,7 @@ from kvkernels.cpu.kernels.quantise import fold_f32, fold_i8, fold_i16
 from kvkernels.cpu.kernels.simd import (
     fma,
     hmax,
+    hsum,
     load,
     load_half,
     prefetch,
@@ -216,6 +217,21 @@ def exact_scores(q, mats, k, k_at, k_stride, dim, low, high, rows, scores):
             store(scores, r * GROUP + t, splat(float32(0.0)))
         for t in range(end, GROUP, 16):
             store(scores, r * GROUP + t, splat(float32(0.0)))
+
+
+@inner
+def row_scores(q, k, at, stride, dim, n, rows, scores):
+    """scores[row, t] = q . k[t] for t < n, the rest 0; k rows lie ``stride`` apart. For few tokens,
+    whose rows are not worth transposing.
+    """
+    for r in range(rows):
+        for t in range(0, GROUP, 16):
+            store(scores, r * GROUP + t, splat(float32(0.0)))
+        for t in range(n):
+            total = splat(float32(0.0))
+            for d in range(0, dim, 16):
+                total = fma(load(q, r * dim + d), load(k, at + t * stride + d), total)
+            scores[r * GROUP + t] = hsum(total)
 
 
 @inner
