@@ -51,6 +51,11 @@ DOCS = (
         "keep a requested tail where no device has a native tail entry; 0 is off, other text on",
         "off",
     ),
+    SettingDoc(
+        "KVK_GGML",
+        "folder of a libggml that you built, for `kvk bench --peers`",
+        "its rows say that there is none",
+    ),
 )
 
 
@@ -63,6 +68,7 @@ class Settings:
     window_chunk: int = DEFAULT_WINDOW_CHUNK
     probe_timeout: float = DEFAULT_PROBE_TIMEOUT
     tail_allow_generic: bool = False
+    ggml: str | None = None
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -93,6 +99,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         window_chunk=chunk if chunk is not None and chunk > 0 else DEFAULT_WINDOW_CHUNK,
         probe_timeout=_seconds("KVK_PROBE_TIMEOUT", text("KVK_PROBE_TIMEOUT")),
         tail_allow_generic=text("KVK_TAIL_ALLOW_GENERIC") not in ("", "0"),
+        ggml=text("KVK_GGML") or None,
     )
 
 
