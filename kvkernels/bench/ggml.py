@@ -28,7 +28,7 @@ from kvkernels.op import LayerSpec
 ABSENT = "not pointed at: --ggml PATH or KVK_GGML=PATH, the folder of a libggml that you built"
 _SLACK = 1 << 16  # alignment of the objects in a context
 _PARAMS_ROOM = 1 << 14  # far more than ggml_threadpool_params has taken in any version
-_TRIAL_S = 120.0
+_TRIAL_S, _TRIAL_ROWS = 120.0, 64
 
 
 class Type(NamedTuple):
@@ -150,8 +150,8 @@ def rows(task: Task, path: str, q: F32 | None = None) -> Iterator[Row]:
 
 
 def _tried(path: str, kind: str, task: Task, n_q: int) -> str:
-    """Run a row of these sizes in a child; how that ended, if not well."""
-    spec = task.spec
+    """Run a row of these sizes (fewer queries) in a child; how that ended, if not well."""
+    spec, n_q = task.spec, min(n_q, _TRIAL_ROWS)
     sizes = [spec.n_head, spec.n_kv_head, spec.head_dim, task.n, n_q, task.threads]
     command = [sys.executable, "-m", "kvkernels.bench.ggml", json.dumps([path, kind, *sizes])]
     env = dict(os.environ) | {"GGML_NO_BACKTRACE": "1"}  # which would start a debugger
