@@ -57,16 +57,18 @@ def files(path: Path) -> tuple[Path, ...]:
     when there was no other. ``path`` is a folder of libraries, of a build, or one of the files.
     """
     named = path.is_file() and path.name.startswith("libggml")
+    found: dict[str, Path] = {}
+    # All places together: a build with loadable backends has these in bin and the base in src.
     for folder in [path.parent] if named else [path / place for place in _PLACES]:
         shared = [x for x in folder.glob("libggml*") if {".so", ".dylib"} & {*x.suffixes}]
         # The shortest of several names of a library is the one without a version.
-        by_length = sorted((x for x in shared if x.is_file()), key=lambda x: -len(x.name))
-        found = {x.name.partition(".")[0]: x for x in by_length}
-        cpus = [found[stem] for stem in sorted(found) if stem.startswith("libggml-cpu")]
-        if "libggml-base" in found and cpus:
-            return (found["libggml-base"], *cpus)
-        if "libggml" in found and "libggml-base" not in found:
-            return (found["libggml"],)
+        for file in sorted((x for x in shared if x.is_file()), key=lambda x: len(x.name)):
+            found.setdefault(file.name.partition(".")[0], file)
+    cpus = [found[stem] for stem in sorted(found) if stem.startswith("libggml-cpu")]
+    if "libggml-base" in found and cpus:
+        return (found["libggml-base"], *cpus)
+    if "libggml" in found and "libggml-base" not in found:
+        return (found["libggml"],)
     what = f"none in {path}" if path.exists() else f"no file or folder {path}"
     raise InputError("libggml", found=what, needed=_NEEDED, hint=_BUILD)
 

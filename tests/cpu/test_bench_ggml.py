@@ -38,7 +38,15 @@ def fake(tmp_path: Path) -> Fake:
         for name in names:
             target = tmp_path / name
             # Its own name inside: the loader takes two files of one name for the same library.
-            line = [command, *flags, f"-Wl,-soname,{name}", str(SOURCE), "-o", str(target), "-lm"]
+            line = [
+                command,
+                *flags,
+                f"-Wl,-soname,{target.name}",
+                str(SOURCE),
+                "-o",
+                str(target),
+                "-lm",
+            ]
             subprocess.run(line, check=True)
         return tmp_path
 
@@ -127,6 +135,17 @@ def test_one_library_of_earlier_times_and_the_best_of_several_variants(
     names = [x.name for x in libggml.files(folder)]
     assert names == ["libggml-base.so", "libggml-cpu-new.so", "libggml-cpu-old.so"]
     assert next(ggml.rows(task(64), str(folder))).call is not None
+
+
+def test_a_build_with_its_backends_in_another_folder(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "bin").mkdir()
+    fake(names=("src/libggml-base.so", "bin/libggml-cpu.so", "src/libggml.so"))
+    names = [x.relative_to(tmp_path).as_posix() for x in libggml.files(tmp_path)]
+    assert names == ["src/libggml-base.so", "bin/libggml-cpu.so"]
+    assert next(ggml.rows(task(64), str(tmp_path))).call is not None
+    with pytest.raises(InputError, match="none in"):
+        libggml.files(tmp_path / "src")
 
 
 def test_without_a_path_the_rows_say_how_to_give_one() -> None:
