@@ -56,6 +56,11 @@ DOCS = (
         "keep a requested tail where no device has a native tail entry; 0 is off, other text on",
         "off",
     ),
+    SettingDoc(
+        "KVK_GGML",
+        "folder of a libggml that you built, for `kvk bench --peers`",
+        "its rows say that there is none",
+    ),
 )
 
 
@@ -71,6 +76,7 @@ class Settings:
     probe_timeout: float = DEFAULT_PROBE_TIMEOUT
     tail_allow_generic: bool = False
     cache_dir: str | None = None
+    ggml: str | None = None
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -102,6 +108,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         probe_timeout=_seconds("KVK_PROBE_TIMEOUT", text("KVK_PROBE_TIMEOUT")),
         tail_allow_generic=text("KVK_TAIL_ALLOW_GENERIC") not in ("", "0"),
         cache_dir=_cache_dir(text("KVK_CACHE_DIR"), env),
+        ggml=text("KVK_GGML") or None,
     )
 
 

@@ -49,6 +49,14 @@ kvk_venv() {
     printf '%s [%s]\n' "$wanted" "$extras" >"$stamp"
 }
 
+# Install system packages with apt-get, which only root can and only Debian's family has.
+kvk_apt() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
+    kvk_say "installing $*"
+    apt-get install -y -qq "$@" >/dev/null 2>&1 ||
+        { apt-get update -qq >/dev/null 2>&1 && apt-get install -y -qq "$@" >/dev/null 2>&1; }
+}
+
 # Debian splits ensurepip off into python3.x-venv.
 kvk_make_venv() {
     if "$1" -c 'import ensurepip' 2>/dev/null && "$1" -m venv "$2"; then
@@ -56,14 +64,31 @@ kvk_make_venv() {
     fi
     package=$("$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     rm -rf "$2"
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-        kvk_say "this Python has no ensurepip; installing $package"
-        apt-get install -y -qq "$package" >/dev/null 2>&1 ||
-            { apt-get update -qq >/dev/null 2>&1 &&
-                apt-get install -y -qq "$package" >/dev/null 2>&1; } || true
+    if kvk_apt "$package"; then
         "$1" -m venv "$2" && return 0
         rm -rf "$2"
     fi
     kvk_say "this Python cannot make virtual environments. Run: apt-get install $package"
+    return 1
+}
+
+# The names that kvkernels/bench/yardstick.py tries. With the headers of a C library: Debian has
+# compilers without them.
+kvk_has_compiler() {
+    for candidate in "${CC:-}" cc gcc clang; do
+        [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
+        printf '#include <stdlib.h>\n' | "$candidate" -E - >/dev/null 2>&1
+        return
+    done
+    return 1
+}
+
+# A C compiler for the tests that compile. Without one they are skipped, which fails in CI.
+kvk_compiler() {
+    kvk_has_compiler && return 0
+    kvk_apt gcc libc6-dev || true
+    kvk_has_compiler && return 0
+    kvk_say "no C compiler that works: tests that compile are skipped. On Debian and Ubuntu run:" \
+        "apt-get install gcc libc6-dev"
     return 1
 }

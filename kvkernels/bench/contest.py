@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvkernels.backend import Device
-from kvkernels.bench import encoding, fill, peers, yardstick
+from kvkernels.bench import encoding, fill, ggml, peers, yardstick
 from kvkernels.bench.measure import Effort, machine_load, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.stats import paired_ratio
@@ -43,6 +43,7 @@ class Plan:
     quick: bool
     cold: bool = True
     only: str = ""
+    ggml: str = ""  # folder of a libggml that the user built
 
     @property
     def kind(self) -> str:
@@ -125,6 +126,7 @@ def decode(plan: Plan, n_kv: int) -> Iterator[Result]:
         *peers.numpy_rows(task),
         *peers.torch_rows(task),
         *peers.transformers_rows(task),
+        *ggml.rows(task, plan.ggml),
         *peers.yardstick_rows(task, records),
         *peers.bound_rows(task, records.nbytes),
     ):
@@ -158,7 +160,7 @@ def prefill(plan: Plan) -> Iterator[Result]:
     task = peers.Task(spec, q[:, :GQA], keys, values, plan.threads)
     asked = rows.q[order[some]]
     exact = fill.attend_heads(spec, asked, _pairs(keys, values))
-    for row in peers.prefill_rows(task, q):
+    for row in (*peers.prefill_rows(task, q), *ggml.rows(task, plan.ggml, q)):
         found.append(row)
         expected[row.name] = exact
     base = Result(case=f"peers/prefill-q{n_q}-n{n_kv}-t{plan.threads}", device="cpu:0", entry=OWN)

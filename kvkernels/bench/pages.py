@@ -30,6 +30,9 @@ _CURVES = (
     ("hf-dynamic-f32", "transformers DynamicCache f32", "#15803d", "-"),
     ("hf-quanto-4bit", "transformers quanto 4 bit", "#4ade80", "-"),
     ("hf-hqq-4bit", "transformers HQQ 4 bit", "#a3e635", "-"),
+    ("ggml-f16", "ggml flash attention f16", "#6d28d9", "-"),
+    ("ggml-q8_0", "ggml flash attention q8_0", "#a78bfa", "-"),
+    ("ggml-q4_0", "ggml flash attention q4_0", "#ddd6fe", "-"),
     ("read-f16", "plain read of the F16 cache", "#000000", ":"),
     ("read-records", "plain read of our records", "#000000", "-."),
 )

@@ -9,7 +9,7 @@ import click
 from rich.markup import escape
 from rich.progress import Progress
 
-from kvkernels.bench import pages, tournament
+from kvkernels.bench import libggml, pages, tournament
 from kvkernels.bench.contest import Plan
 from kvkernels.bench.measure import QUICK, Effort, Load, machine_load
 from kvkernels.bench.report import Guards, Result, compare, read_lines, shown
@@ -20,6 +20,7 @@ from kvkernels.cli.output import emit, stderr, stdout, table
 from kvkernels.cpu.pool import available_threads
 from kvkernels.errors import InputError
 from kvkernels.registry import open_device
+from kvkernels.settings import settings
 
 _GUARDS = Path("bench/guards.toml")
 _RETRIES = 2
@@ -48,6 +49,7 @@ _OUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--threads", default="", metavar="N,N", help="With --peers: thread counts.")
 @click.option("--n-kv", default="", metavar="N,N", help="With --peers: tokens in the cache.")
 @click.option("--warm", is_flag=True, help="With --peers: leave the processor's caches alone.")
+@click.option("--ggml", metavar="PATH", help="With --peers: the folder of a libggml you built.")
 @click.option("--markdown", type=_OUT, metavar="FILE", help="With --peers: tables as Markdown.")
 @click.option("--plot", type=_OUT, metavar="FILE", help="With --peers: a picture (matplotlib).")
 @click.option("--from", "earlier", type=_FILE, help="With --peers: an earlier --json run.")
@@ -65,6 +67,7 @@ def bench(
     threads: str,
     n_kv: str,
     warm: bool,
+    ggml: str | None,
     markdown: Path | None,
     plot: Path | None,
     earlier: Path | None,
@@ -79,8 +82,10 @@ def bench(
         _compare(*pair, as_json)
         return
     if peers:
+        place = "" if earlier else _ggml_folder(ggml or settings().ggml)
+        sizes = _numbers(n_kv) or ((4096,) if quick else (4096, 32768))
         plans = [
-            Plan(t, _numbers(n_kv) or ((4096,) if quick else (4096, 32768)), quick, not warm)
+            Plan(t, sizes, quick, not warm, ggml=place)
             for t in _numbers(threads) or sorted({1, available_threads()})
         ]
         lines = read(earlier.read_text(encoding="utf-8")) if earlier else _peers(plans)
@@ -166,6 +171,15 @@ def _numbers(text: str) -> tuple[int, ...]:
     if not all(x.isdecimal() and int(x) > 0 for x in parts):
         raise InputError("bench --peers", found=repr(text), needed="whole numbers, as in 1,2")
     return tuple(int(x) for x in parts)
+
+
+def _ggml_folder(text: str | None) -> str:
+    """Where a libggml is, told before anything is measured when there is none."""
+    if not text:
+        return ""
+    path = Path(text).expanduser().resolve()
+    libggml.files(path)
+    return str(path)
 
 
 def _peers(plans: list[Plan]) -> list[tournament.Line]:

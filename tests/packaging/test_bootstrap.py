@@ -66,6 +66,19 @@ class Machine:
         path = self.state / "log"
         return path.read_text() if path.exists() else ""
 
+    def compiler(self, **env: str) -> subprocess.CompletedProcess[str]:
+        """What ``./test`` does about a C compiler, where PATH has nothing but the stand-ins."""
+        script = f". {self.root}/tools/venv.sh; kvk_compiler"
+        alone = {"PATH": self.env["PATH"].split(":")[0], "KVK_TEST_UID": str(self.uid)}
+        return subprocess.run(
+            ["/bin/sh", "-euc", script],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.env | alone | env,
+            timeout=30,
+        )
+
     def kvk(self, *args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(self.root / "kvk"), *args],
@@ -143,6 +156,57 @@ def test_an_old_python_is_refused(machine: Machine) -> None:
     done = machine.kvk("probe")
     assert done.returncode == 1
     assert "no Python 3.11 or newer found" in done.stderr
+
+
+APT_LINE = "apt-get install gcc libc6-dev"
+APT_WITH_GCC = """#!/bin/sh
+echo "apt $*" >>"$STATE/log"
+printf '#!/bin/sh\\n' >"${0%/*}/gcc" && /bin/chmod +x "${0%/*}/gcc"
+"""
+
+
+@pytest.fixture
+def bare(machine: Machine) -> Machine:
+    """A machine whose apt-get has a compiler to give, and which has none."""
+    machine.stub(stubs(machine) / "apt-get", APT_WITH_GCC)
+    return machine
+
+
+def stubs(machine: Machine) -> Path:
+    return Path(machine.env["PATH"].split(":")[0])
+
+
+def test_a_compiler_that_works_is_left_alone(bare: Machine) -> None:
+    bare.stub(stubs(bare) / "mycc", "#!/bin/sh\n")
+    bare.stub(stubs(bare) / "cc", "#!/bin/sh\nexit 1\n")
+    done = bare.compiler(CC="mycc")
+    assert (done.returncode, done.stderr, bare.log()) == (0, "", "")
+
+
+def test_root_gets_a_compiler_from_apt(bare: Machine) -> None:
+    done = bare.compiler()
+    assert done.returncode == 0, done.stderr
+    assert bare.log() == "apt install -y -qq gcc libc6-dev\n"
+
+
+def test_a_compiler_without_headers_is_none(bare: Machine) -> None:
+    bare.stub(stubs(bare) / "gcc", "#!/bin/sh\nexit 1\n")
+    assert bare.compiler().returncode == 0
+    assert "libc6-dev" in bare.log()
+
+
+def test_others_get_the_exact_line_for_a_compiler(bare: Machine) -> None:
+    bare.uid = 1000
+    done = bare.compiler()
+    assert (done.returncode, bare.log()) == (1, "")
+    assert APT_LINE in done.stderr
+
+
+def test_an_apt_without_a_compiler_ends_with_the_line(bare: Machine) -> None:
+    bare.stub(stubs(bare) / "apt-get", "#!/bin/sh\nexit 100\n")
+    done = bare.compiler()
+    assert done.returncode == 1
+    assert APT_LINE in done.stderr
 
 
 @pytest.mark.parametrize("name", ["kvk", "test", ".ci/run"])
