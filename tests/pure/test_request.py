@@ -399,6 +399,15 @@ def test_T3_kvarn_groups_keep_whole_groups_and_at_least_128(
     assert tail.dtype == "f16"
 
 
+def test_T2_groups_of_a_longer_context_are_capped_at_this_one() -> None:
+    groups = cache_groups([full(), kvarn()], 8192)
+    tails = resolve(TailRequest.parse("1024"), groups, 512, everything)
+    assert [(t.effective, t.window, t.representation) for t in tails] == [
+        (512, 512, NATIVE_EXACT),
+        (512, 512, NATIVE_EXACT),
+    ]
+
+
 def test_T3_a_window_of_nothing_keeps_nothing_and_is_native() -> None:
     group = CacheGroup(role="swa", id="swa@l0", layers=(0,), window=0, family=Family.KVARN)
     (tail,) = resolve(TailRequest(), [group], 8192, everything)
