@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIMIT_MS = 100
-PURE = ("op", "capabilities", "errors", "settings", "dispatch", "backend", "registry")
+PURE = ("op", "capabilities", "errors", "settings", "dispatch", "request", "backend", "registry")
 
 LIST_THIRD_PARTY = """
 import sys
