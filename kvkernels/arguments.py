@@ -189,3 +189,14 @@ def _on_device(device: Device, field: str, array: Any, shape: tuple[int, ...]) -
         found = getattr(array, "shape", type(array).__name__)
         raise InputError(field, found=f"shape {found}", needed=shape)
     return device.rows(field, array)
+
+
+def check_group_table(seq: int, table: Any) -> NDArray[np.int32]:
+    """Record slots of a sequence's groups, int32 [groups]; InputError when they are none."""
+    slots = np.asarray(table)
+    field = f"group_tables[{seq}]"
+    if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
+        raise InputError(field, found=f"{slots.dtype} {slots.shape}", needed="integers [groups]")
+    if slots.size and slots.min() < 0:
+        raise InputError(field, found=int(slots.min()), needed="slots >= 0")
+    return slots.astype(np.int32)

@@ -20,6 +20,7 @@ from kvkernels.pages import PageClass, SeqPages
 from kvkernels.planner import Plan, page_key
 from kvkernels.records.layout import GROUP
 from kvkernels.step import Step
+from kvkernels.values import whole
 
 State = Mapping[int, "SeqState"]
 
@@ -105,8 +106,8 @@ class Cache:
             )
         limits = self.plan.limits
         for seq, rows in n_tokens.items():
-            _whole("sequence id", seq, 0)
-            _whole(f"n_tokens[{seq}]", rows, 1)
+            whole("sequence id", seq, 0)
+            whole(f"n_tokens[{seq}]", rows, 1)
             if self.length(seq) + rows > limits.n_ctx:
                 raise CapacityError(
                     f"sequence {seq}: {self.length(seq)} tokens + {rows} rows exceed "
@@ -132,7 +133,7 @@ class Cache:
         """
         self._idle("roll back")
         state = self._existing(seq)
-        _whole("n", n, 0)
+        whole("n", n, 0)
         largest = state.n - self._lowest(state)
         if n > largest:
             target = max(0, state.n - n)
@@ -153,7 +154,7 @@ class Cache:
         """
         self._idle("rewind")
         state = self._existing(seq)
-        if _whole("to", to, 0) % GROUP or to > state.n:
+        if whole("to", to, 0) % GROUP or to > state.n:
             raise InputError("to", found=to, needed=f"a multiple of {GROUP}, at most {state.n}")
         for cls, pages in zip(self.classes, state.pages, strict=True):
             if cls.window is not None and pages.first * GROUP > max(0, to - cls.window + 1) and to:
@@ -178,7 +179,7 @@ class Cache:
         """
         self._idle("fork a sequence")
         state = self._existing(src)
-        _whole("dst", dst, 0)
+        whole("dst", dst, 0)
         if dst == src:
             return
         old = self._state.get(dst)
@@ -283,9 +284,3 @@ class Cache:
     def _idle(self, what: str) -> None:
         if self._open is not None:
             raise StepError(f"cannot {what}: a step is open; commit or discard it first")
-
-
-def _whole(field: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(field, found=repr(value), needed=f"a whole number >= {least}")
-    return value

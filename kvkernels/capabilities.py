@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from kvkernels.errors import InputError, did_you_mean
-from kvkernels.op import AttentionOp, OpKind, check_keys, json_object
+from kvkernels.op import AttentionOp, OpKind
+from kvkernels.values import check_keys, json_object
 
 DEVICE_SCHEMA = "kvk.device/1"
 UNKNOWN = "unknown"

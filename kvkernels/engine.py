@@ -20,6 +20,7 @@ from kvkernels.arguments import (
     Given,
     by_sequence,
     check_bias,
+    check_group_table,
     check_query_moment,
     check_rows,
     check_sink_logits,
@@ -43,6 +44,7 @@ from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
+from kvkernels.values import whole
 
 
 @lru_cache(maxsize=8)
@@ -274,19 +276,12 @@ _SAME: dict[str, Any] = {
 
 
 def _view(spec: LayerSpec, seq: int, table: Any, rows: int, at: int) -> SeqView:
-    slots = np.asarray(table)
-    if slots.ndim != 1 or (slots.size and slots.dtype.kind not in "iu"):
-        raise InputError(
-            f"group_tables[{seq}]", found=f"{slots.dtype} {slots.shape}", needed="integers [groups]"
-        )
-    if slots.size and slots.min() < 0:
-        raise InputError(f"group_tables[{seq}]", found=int(slots.min()), needed="slots >= 0")
-    if not isinstance(rows, int) or rows < 1:
-        raise InputError(f"n_q[{seq}]", found=repr(rows), needed="a whole number >= 1")
+    slots = check_group_table(seq, table)
+    whole(f"n_q[{seq}]", rows)
     n_past = len(slots) * GROUP
     first = max(0, (n_past - spec.window + 1) // GROUP) if spec.window else 0
     body = (min(first, len(slots)), len(slots))
-    return SeqView(seq, at, rows, n_past, slots.astype(np.int32), body, ())
+    return SeqView(seq, at, rows, n_past, slots, body, ())
 
 
 def attend(

@@ -5,16 +5,15 @@ Plain frozen values, no device object and no array, so that a decision about the
 
 from __future__ import annotations
 
-import json
 import math
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
-from kvkernels.errors import InputError, RequestError, did_you_mean
+from kvkernels.errors import InputError, RequestError
+from kvkernels.values import check_keys, finite, flag, json_object, name_of, whole
 
 GROUP = 128  # tokens sealed together; also the unit of ``sink_tokens``
 KVARN_BITS: Mapping[str, int] = MappingProxyType({f"kvarn{b}": b for b in (2, 3, 4, 5, 6, 8)})
@@ -25,6 +24,10 @@ ATTENTION_KINDS = ("dense", "mla")
 ENCODERS = ("published", "aware")
 QUERY_SOURCES = ("none", "rows", "moment")  # what the aware encoder weighs K's errors with
 BIAS_KINDS = ("none", "bool", "additive")
+#: which keys a window of W shows the query at i: sliding i - W < j, chunked i // W * W <= j,
+#: symmetric |i - j| <= W // 2 (B4); causal layers hide j > i besides
+WINDOW_KINDS = ("sliding", "chunked", "symmetric")
+TAIL_DTYPES = ("f16", "bf16")
 OP_SCHEMA = "kvk.op/1"
 
 
@@ -36,49 +39,19 @@ class OpKind(StrEnum):
     MATERIALIZE = "materialize"
 
 
-def _whole(field: str, value: object, least: int = 1) -> int:
-    """``value`` as a Python int of at least ``least``; NumPy integers are accepted, bool is not."""
-    needed = f"a whole number >= {least}"
-    if isinstance(value, bool):
-        raise InputError(field, found=value, needed=needed)
-    try:
-        number = operator.index(cast(Any, value))
-    except TypeError:
-        raise InputError(field, found=repr(value), needed=needed) from None
-    if number < least:
-        raise InputError(field, found=number, needed=needed)
-    return number
-
-
-def _finite(field: str, value: object, least: float = -math.inf) -> float:
-    needed = "a finite number" if least == -math.inf else f"a finite number >= {least:g}"
-    try:
-        number = float(cast(Any, value))
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(field, found=repr(value), needed=needed) from None
-    if not math.isfinite(number) or number < least:
-        raise InputError(field, found=value, needed=needed)
-    return number
-
-
-def _name(field: str, value: object, valid: Iterable[str]) -> str:
-    names = tuple(valid)
-    if not isinstance(value, str) or value not in names:
-        hint = did_you_mean(value, names) if isinstance(value, str) else ""
-        raise RequestError(field, found=repr(value), needed=f"one of {', '.join(names)}", hint=hint)
-    return value
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
     """One attention layer as the model defines it, and how its K and V are stored.
 
-    ``window`` is in tokens and counts the query itself; ``sink_tokens`` is in tokens. ``None`` for
-    ``head_dim_v``, ``sink_tokens`` or ``scale`` stands for a default and reads back as the number.
-    ``encoder``: ``aware`` (codes chosen for the queries of the rows: less error in attention, and
-    queries staged beside K and V) or ``published`` (bytes as other engines write them, no queries).
-    A shape no kernel takes (head_dim 80) can be built: the capability tables refuse it, with the
-    list of what they take. Raises InputError on a wrong number, RequestError on a wrong name.
+    ``window`` is in tokens and counts the query itself (``window_kind`` as in WINDOW_KINDS);
+    ``sink_tokens`` is in tokens. ``None`` for ``head_dim_v``, ``sink_tokens`` or ``scale`` stands
+    for a default and reads back as the number. ``tail``: newest rows kept exact besides the body,
+    in ``tail_dtype`` (f16, bf16; None: chosen when planned); ``kvk.plan(tail=..)`` asks for all
+    layers at once. ``encoder`` matters to KVarN only: ``aware`` (codes chosen for the queries of
+    the rows: less error in attention, and queries staged beside K and V) or ``published`` (bytes as
+    other engines write them, no queries). A shape no kernel takes (head_dim 80) can be built: the
+    capability tables refuse it, with the list of what they take. Raises InputError on a wrong
+    number, RequestError on a wrong name.
     """
 
     n_head: int
@@ -96,13 +69,17 @@ class LayerSpec:
     sink_logits: bool = False
     attention: str = "dense"
     encoder: str = "aware"
+    window_kind: str = "sliding"
+    causal: bool = True
+    tail: int = 0
+    tail_dtype: str | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
         for name in ("n_head", "n_kv_head", "head_dim"):
-            put(name, _whole(name, getattr(self, name)))
+            put(name, whole(name, getattr(self, name)))
         if self.n_head % self.n_kv_head:  # rule A4
             raise InputError(
                 "n_head",
@@ -110,14 +87,15 @@ class LayerSpec:
                 needed="n_head a whole multiple of n_kv_head",
             )
         dim_v: object = self.head_dim_v
-        put("head_dim_v", self.head_dim if dim_v is None else _whole("head_dim_v", dim_v))
+        put("head_dim_v", self.head_dim if dim_v is None else whole("head_dim_v", dim_v))
         for name, valid in (
             ("k", CACHE_TYPES),
             ("v", CACHE_TYPES),
             ("attention", ATTENTION_KINDS),
             ("encoder", ENCODERS),
+            ("window_kind", WINDOW_KINDS),
         ):
-            _name(name, getattr(self, name), valid)
+            name_of(name, getattr(self, name), valid)
         if (self.k in KVARN_BITS) != (self.v in KVARN_BITS):  # rule A1
             raise RequestError(
                 "k, v",
@@ -125,21 +103,37 @@ class LayerSpec:
                 needed="both sides KVarN or both sides standard",
             )
         if self.window is not None:
-            put("window", _whole("window", self.window))
+            put("window", whole("window", self.window))
+        elif self.window_kind != "sliding":
+            raise InputError(
+                "window", found=f"none with window_kind={self.window_kind!r}", needed="a window"
+            )
+        put("tail", whole("tail", self.tail, 0))
+        if self.tail_dtype is not None:
+            name_of("tail_dtype", self.tail_dtype, TAIL_DTYPES)
+        put("causal", flag("causal", self.causal))
+        if not self.is_kvarn:  # nothing is sealed, so nothing weighs errors either
+            put("encoder", "published")
         self._resolve_sink(put)
         scale: object = self.scale
-        put("scale", self.head_dim**-0.5 if scale is None else _finite("scale", scale))
-        put("softcap", _finite("softcap", self.softcap, 0.0))
-        put("alibi", _finite("alibi", self.alibi, 0.0))
-        if not isinstance(self.sink_logits, bool):
-            raise InputError("sink_logits", found=repr(self.sink_logits), needed="True or False")
+        put("scale", self.head_dim**-0.5 if scale is None else finite("scale", scale))
+        put("softcap", finite("softcap", self.softcap, 0.0))
+        put("alibi", finite("alibi", self.alibi, 0.0))
+        put("sink_logits", flag("sink_logits", self.sink_logits))
 
     def _resolve_sink(self, put: Any) -> None:
         raw: object = self.sink_tokens
         if raw is None:
-            put("sink_tokens", GROUP if self.window is None else 0)
+            put("sink_tokens", GROUP if self.window is None and self.is_kvarn else 0)
             return
-        tokens = _whole("sink_tokens", raw, least=0)
+        tokens = whole("sink_tokens", raw, least=0)
+        if tokens and not self.is_kvarn:
+            raise InputError(
+                "sink_tokens",
+                found=f"{tokens} with k={self.k!r}",
+                needed="0: only KVarN layers keep sinks apart",
+                hint="A tail keeps the newest rows exact",
+            )
         if self.window is not None and tokens:  # rule C2: windowed layers have no sink
             raise InputError(
                 "sink_tokens", found=f"{tokens} with window={self.window}", needed="0 with a window"
@@ -173,11 +167,13 @@ class LayerSpec:
 class AttentionOp:
     """The final built operation. If a kernel can see it, it is a field.
 
-    ``n_q`` is the largest query count over the sequences, ``n_kv`` the largest row count;
-    ``body``, ``stage`` and ``current`` say which row sources are present, ``sink_rows`` how many
-    exact sink rows. ``bias_stride`` is in elements; ``alignment``, ``max_offset`` (the largest byte
-    offset any kernel argument reaches) and ``scratch_bytes`` are in bytes. Built once per step and
-    layer, so construction checks only what would make a field meaningless; tables check the rest.
+    ``n_q`` is the largest query count over the sequences, ``n_kv`` the largest row count; ``body``,
+    ``stage``, ``tail`` and ``current`` say which row sources are present, ``sink_rows`` how many
+    exact sink rows, ``tail_rows`` how many newest rows a query takes from the tail (0: the layer
+    has none) and ``tail_dtype`` what they are; ``bodyless``: the tail is all there is (T9).
+    ``bias_stride`` is in elements; ``alignment``, ``max_offset`` (the largest byte offset any
+    kernel argument reaches) and ``scratch_bytes`` are in bytes. Built once per step and layer, so
+    construction checks only what would make a field meaningless; tables check the rest.
     """
 
     kind: OpKind = OpKind.ATTEND
@@ -195,10 +191,15 @@ class AttentionOp:
     attention: str = "dense"
     causal: bool = True
     window: int | None = None
+    window_kind: str = "sliding"
     body: bool
     stage: bool
+    tail: bool = False
     current: bool
     sink_rows: int = 0
+    tail_rows: int = 0
+    tail_dtype: str = "none"
+    bodyless: bool = False
     q_dtype: str = "f32"
     kv_dtype: str = "f32"
     softcap: float = 0.0
@@ -251,6 +252,8 @@ class AttentionOp:
             "v_type": spec.v,
             "attention": spec.attention,
             "window": spec.window,
+            "window_kind": spec.window_kind,
+            "causal": spec.causal,
             "softcap": spec.softcap,
             "alibi": spec.alibi,
             "sink_logits": spec.sink_logits,
@@ -259,7 +262,7 @@ class AttentionOp:
         return cls(device=device, **(from_spec | facts))
 
     def __str__(self) -> str:
-        rows = [n for n in ("body", "stage", "current") if getattr(self, n)]
+        rows = [n for n in ("body", "stage", "tail", "current") if getattr(self, n)]
         rows += [f"sink{self.sink_rows}"] if self.sink_rows else []
         extra = [f"{f.name}={getattr(self, f.name)}" for f in _EXTRA if _differs(self, f)]
         window = "full" if self.window is None else f"window{self.window}"
@@ -288,42 +291,12 @@ class AttentionOp:
 
 # Shown by __str__ only when they differ from the default: the line stays short, nothing is hidden.
 _SHOWN = "kind device n_q n_kv n_seq n_head n_kv_head head_dim_k head_dim_v k_type v_type q_dtype "
-_SHOWN += "kv_dtype window body stage current sink_rows"
+_SHOWN += "kv_dtype window body stage tail current sink_rows"
 _EXTRA = tuple(f for f in fields(AttentionOp) if f.name not in _SHOWN.split())
 _TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {"int": (int,), "bool": (bool,), "str": (str,), "float": (int, float), "OpKind": (str,)}
     | {"int | None": (int, type(None))}
 )
-
-
-def json_object(data: object, what: str, schema: str) -> dict[str, Any]:
-    """``data`` (a mapping or JSON text) as a dict without its ``schema`` key, which must match."""
-    if isinstance(data, str):
-        try:
-            data = json.loads(data)
-        except ValueError as error:
-            raise InputError(
-                what, found=f"text that is not JSON ({error})", needed="JSON"
-            ) from None
-    if not isinstance(data, Mapping):
-        raise InputError(what, found=type(data).__name__, needed="a JSON object")
-    if data.get("schema") != schema:
-        found = data.get("schema")
-        raise InputError(f"{what}.schema", found=repr(found), needed=repr(schema))
-    return {str(key): value for key, value in data.items() if key != "schema"}
-
-
-def check_keys(data: Mapping[str, Any], what: str, needed: set[str], known: set[str]) -> None:
-    """InputError listing every missing or every unknown key of ``data``."""
-    if missing := sorted(needed - data.keys()):
-        raise InputError(
-            what, found=f"no {', '.join(missing)}", needed=f"the keys {sorted(needed)}"
-        )
-    if unknown := sorted(data.keys() - known):
-        hint = did_you_mean(unknown[0], known)
-        raise InputError(
-            what, found=f"unknown keys {', '.join(unknown)}", needed="only known keys", hint=hint
-        )
 
 
 def _differs(op: AttentionOp, field: Any) -> bool:
@@ -342,5 +315,5 @@ def _op_from_json(data: Mapping[str, Any] | str) -> AttentionOp:
         if isinstance(value, float) and not math.isfinite(value):
             raise InputError(f"op.{name}", found=value, needed="a finite number")
     if "kind" in values:
-        values["kind"] = OpKind(_name("op.kind", values["kind"], [k.value for k in OpKind]))
+        values["kind"] = OpKind(name_of("op.kind", values["kind"], [k.value for k in OpKind]))
     return AttentionOp(**values)

@@ -15,9 +15,10 @@ from kvkernels.cli.output import emit
 from kvkernels.cli.probe import device_caps, probe_all
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import BackendUnavailable, InputError
-from kvkernels.op import AttentionOp, LayerSpec, OpKind, check_keys
+from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.planner import attend_op
 from kvkernels.registry import BackendStatus, backends, names
+from kvkernels.values import check_keys
 
 _COUNTS = ("n_q", "n_kv")
 _DEFAULTS = {"n_head": 32, "n_kv_head": 8, "head_dim": 128, "n_q": 1, "n_kv": 4096}

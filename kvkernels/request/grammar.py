@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvkernels.errors import RequestError, did_you_mean
+from kvkernels.op import TAIL_DTYPES
 
 AUTO_ROWS = 1024
 MAX_ROWS = 2**32 - 1  # counts are unsigned 32-bit numbers in saved state
-TAIL_DTYPES = ("f16", "bf16")
 GRAMMAR = "'', 'auto', 'N', 'N0,N1' or 'full=N,swa=N'"
 _ROWS = f"a whole number of rows, 0..{MAX_ROWS}"
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvkernels.errors import InputError, RequestError, did_you_mean
+from kvkernels.errors import RequestError, did_you_mean
 from kvkernels.op import LayerSpec
 from kvkernels.request.grammar import AUTO_ROWS, TailMode, TailRequest
+from kvkernels.values import whole
 
 
 class Family(StrEnum):
@@ -42,7 +43,7 @@ def cache_groups(layers: Sequence[LayerSpec], n_ctx: int) -> tuple[CacheGroup, .
     with more, the role alone is ambiguous and the ids tell them apart. Windows are compared before
     they are capped at ``n_ctx``, so that a request means the same at every context length.
     """
-    check_whole("n_ctx", n_ctx, 1)
+    whole("n_ctx", n_ctx, 1)
     found: dict[tuple[int | None, bool], list[int]] = {}
     for index, layer in enumerate(layers):
         found.setdefault((layer.window, layer.is_kvarn), []).append(index)
@@ -59,12 +60,6 @@ def cache_groups(layers: Sequence[LayerSpec], n_ctx: int) -> tuple[CacheGroup, .
         )
         groups.append(group)
     return tuple(groups)
-
-
-def check_whole(field: str, value: int, least: int) -> None:
-    """InputError that names ``field`` unless ``value`` is a whole number >= ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InputError(field, found=repr(value), needed=f"a whole number >= {least}")
 
 
 def assign(request: TailRequest, groups: Sequence[CacheGroup]) -> dict[str, int]:

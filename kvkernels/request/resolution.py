@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kvkernels.errors import RequestError
-from kvkernels.op import GROUP
-from kvkernels.request.grammar import TAIL_DTYPES, TailRequest
-from kvkernels.request.groups import CacheGroup, Family, assign, check_whole
+from kvkernels.op import GROUP, TAIL_DTYPES
+from kvkernels.request.grammar import TailRequest
+from kvkernels.request.groups import CacheGroup, Family, assign
 from kvkernels.settings import settings
+from kvkernels.values import whole
 
 
 class Representation(StrEnum):
@@ -112,8 +113,8 @@ def resolve(
     if not isinstance(given, TailRequest):
         hint = "TailRequest.parse('') is off"
         raise RequestError("tail", found=repr(given), needed="a TailRequest", hint=hint)
-    check_whole("n_ctx", n_ctx, 1)
-    check_whole("rollback", rollback, 0)
+    whole("n_ctx", n_ctx, 1)
+    whole("rollback", rollback, 0)
     if request.asks and not groups:
         needed = "no tail on a model without cache layers"
         raise RequestError("tail", found=repr(str(request)), needed=needed)

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
-    "op capabilities errors settings",
+    "op capabilities errors settings values",
     "dispatch records quants tail request calls",
     "backend registry",
     "planner cache step arguments pages state memory split engine drafts metrics",
