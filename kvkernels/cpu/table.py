@@ -39,6 +39,8 @@ _attend: tuple[Requirement, ...] = (
     one_of("q_dtype", ("f32", "f16", "bf16")),
     one_of("kv_dtype", ("f32", "f16", "bf16")),
     equal("causal", True),
+    equal("window_kind", "sliding"),
+    equal("tail_rows", 0),
     multiple_of("alignment", 64),
     one_of("activations", ("auto", "int8", "int16", "f32")),
 )
