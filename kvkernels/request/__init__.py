@@ -5,7 +5,6 @@ which groups of layers a model has, and ``resolve`` what the request comes to th
 plain values, so that a dry run and the real plan share one request and one answer.
 """
 
-from kvkernels.request.grammar import TAIL_DTYPES as TAIL_DTYPES
 from kvkernels.request.grammar import TailMode as TailMode
 from kvkernels.request.grammar import TailRequest as TailRequest
 from kvkernels.request.groups import CacheGroup as CacheGroup
