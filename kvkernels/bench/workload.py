@@ -48,7 +48,7 @@ def random_rows(spec: LayerSpec, n: int, seed: int = 7) -> Rows:
 
 
 def store(cache: Cache, rows: Rows, n: int, seq: int = 0) -> None:
-    """Commit the first ``n`` rows of layer 0 without computing their attention.
+    """Commit the first ``n`` rows in every layer without computing their attention.
 
     Filling a long cache would spend minutes on prefill that nobody looks at. The commit is the real
     one: rows are rotated, staged and sealed as after any step.
@@ -57,8 +57,8 @@ def store(cache: Cache, rows: Rows, n: int, seq: int = 0) -> None:
         at = slice(start, min(n, start + _FILL_ROWS))
         step = cache.step({seq: at.stop - at.start})
         device = cache.device
-        parts = [device.rows(name, getattr(rows, name)[at]) for name in "qkv"]
-        step._rows[0] = (parts[0], parts[1], parts[2])
+        parts = tuple(device.rows(name, getattr(rows, name)[at]) for name in "qkv")
+        step._rows = dict.fromkeys(range(len(cache.plan.layers)), parts)
         step.commit()
 
 
@@ -70,10 +70,11 @@ def filled(
     policy: Policy | None = None,
     room: int = GROUP,
     activations: str = "auto",
+    n_layers: int = 1,
 ) -> Cache:
-    """A cache of one layer that holds the first ``n`` rows, with ``room`` for more."""
+    """A cache of equal layers that all hold the first ``n`` rows, with ``room`` for more."""
     limits = Limits(n_ctx=n + room, n_ubatch=_FILL_ROWS, activations=activations)
-    cache = plan([spec], device, limits, policy).allocate()
+    cache = plan([spec] * n_layers, device, limits, policy).allocate()
     store(cache, rows, n)
     return cache
 
