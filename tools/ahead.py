@@ -150,7 +150,7 @@ def build(isa: str, path: Path) -> None:
     from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
     from kvkernels.cpu.columns import ROW_BLOCKS
     from kvkernels.cpu.kernels.dot import dot_kernel
-    from kvkernels.cpu.kernels.matrix import matrix_kernel
+    from kvkernels.cpu.kernels.matrix import KINDS, matrix_kernel
     from kvkernels.cpu.kernels.stamp import source_stamp
     from kvkernels.records.layout import BITS
 
@@ -163,8 +163,8 @@ def build(isa: str, path: Path) -> None:
         for bits in BITS:
             for mode in ("i8", "i16"):
                 compiled[dot_name(bits, rows, mode)] = dot_kernel(bits, rows, mode, isa)
-        for half in (0, 1):
-            compiled[matrix_name(rows, half)] = matrix_kernel(rows, half)
+        for kind in range(len(KINDS)):
+            compiled[matrix_name(rows, kind)] = matrix_kernel(rows, kind)
     manifest = {
         "format": FORMAT,
         "sources": source_stamp(),

@@ -14,6 +14,12 @@ BODY, EXACT, CURRENT, ALL = range(4)
 ROW_BLOCKS = (4, 2, 1)
 #: forms of activations, see ``kernels/dot.py``
 F32, I8, I16 = 0, 1, 2
+#: standard cache types as kernels know them (``kernels/standard.py``); the float ones are also the
+#: element kinds of ``kernels/matrix.py``
+STANDARD = {
+    name: kind
+    for kind, name in enumerate(("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"))
+}
 
 _GROUP = 128
 #: float32 and float64 words that sealing a tile works in (``kernels/balance.py``)

@@ -41,11 +41,11 @@ def dot_address(bits: int, rows: int, mode: str, isa: str) -> int:
 
 
 @cache
-def matrix_address(rows: int, half: int, isa: str) -> int:
-    """Address of a micro-kernel of ``kernels/matrix.py``; ``half``: the matrix is fp16."""
+def matrix_address(rows: int, kind: int, isa: str) -> int:
+    """Address of a micro-kernel of ``kernels/matrix.py``; ``kind``: index in its ``KINDS``."""
 
     def with_numba() -> int:
-        _compiled.append(_kernels("matrix").matrix_kernel(rows, half))
+        _compiled.append(_kernels("matrix").matrix_kernel(rows, kind))
         return int(_compiled[-1].address)
 
-    return runtime.address(isa, matrix_name(rows, half), with_numba)
+    return runtime.address(isa, matrix_name(rows, kind), with_numba)

@@ -13,3 +13,4 @@ from kvkernels.quants.blocks import join as join
 from kvkernels.quants.blocks import split as split
 from kvkernels.quants.codec import decode as decode
 from kvkernels.quants.codec import encode as encode
+from kvkernels.quants.tiles import TileLayout as TileLayout

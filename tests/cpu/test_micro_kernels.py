@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numba import float32, int64
@@ -12,7 +13,7 @@ from kvkernels.cpu.entries import dot_address, matrix_address
 from kvkernels.cpu.features import ISAS, best, missing
 from kvkernels.cpu.kernels.dot import MODES, call_dot
 from kvkernels.cpu.kernels.jit import kernel
-from kvkernels.cpu.kernels.matrix import call_matrix
+from kvkernels.cpu.kernels.matrix import KINDS, call_matrix
 from kvkernels.cpu.kernels.quantise import fold_i8, fold_i16
 from kvkernels.cpu.probe import probe_cpu
 from kvkernels.records.layout import BITS
@@ -73,8 +74,8 @@ def activations(mode, rows, n_red, rng):
 @pytest.mark.parametrize("bits", BITS)
 def test_codec6_codes_times_activations(isa, mode, bits):
     rng = np.random.default_rng(bits)
-    # K of 128 channels; K and V of a 64-channel head
-    for n_out, n_red in ((128, 128), (128, 64), (64, 128)):
+    # K of 128 channels; K and V of a 64-channel head; K and V of one block of a standard type
+    for n_out, n_red in ((128, 128), (128, 64), (64, 128), (128, 32), (32, 128)):
         codes = rng.integers(0, 1 << bits, (n_red, n_out)).astype(np.uint8)
         codes[:, 0], codes[:, 1] = 0, (1 << bits) - 1
         packed = pack_line(codes, bits)
@@ -151,16 +152,18 @@ def times(address, m, act, out, n_out, n_red, m_stride):
     call_matrix(address, m, zero, act, zero, out, zero, n_out, n_red, m_stride, n_red, n_out)
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROW_BLOCKS)
-def test_rows_times_matrix(half, rows):
+def test_rows_times_matrix(kind, rows):
     rng = np.random.default_rng(3)
-    for n_out, n_red in ((64, 1), (128, 77), (256, 128)):
-        m = rng.normal(size=(n_red, n_out + 5)).astype(np.float16 if half else np.float32)
+    dtype = {"float32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
+    for n_out, n_red in ((64, 1), (128, 77), (256, 128), (16, 5), (96, 40)):
+        m = rng.normal(size=(n_red, n_out + 5)).astype(np.float32).astype(dtype)
         act = rng.normal(size=(rows, n_red)).astype(np.float32)
-        out = np.empty((rows, n_out), np.float32)
-        data = m.reshape(-1).view(np.uint16) if half else m.reshape(-1)
-        address = matrix_address(rows, half, best(FEATURES))
-        times(address, data, act.reshape(-1), out.reshape(-1), n_out, n_red, n_out + 5)
+        out = np.full(rows * n_out + 16, np.nan, np.float32)
+        data = m.reshape(-1).view(f"u{m.itemsize}") if m.itemsize == 2 else m.reshape(-1)
+        address = matrix_address(rows, KINDS.index(kind), best(FEATURES))
+        times(address, data, act.reshape(-1), out, n_out, n_red, n_out + 5)
+        assert np.isnan(out[-16:]).all()
         expected = act.astype(np.float64) @ m[:, :n_out].astype(np.float64)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(out[:-16].reshape(rows, n_out), expected, rtol=1e-5, atol=1e-5)

@@ -43,6 +43,6 @@ def dot_name(bits: int, rows: int, mode: str) -> str:
     return f"dot_{bits}_{rows}_{mode}"
 
 
-def matrix_name(rows: int, half: int) -> str:
+def matrix_name(rows: int, kind: int) -> str:
     """Name of a matrix micro-kernel in a bundle."""
-    return f"matrix_{rows}_{half}"
+    return f"matrix_{rows}_{kind}"

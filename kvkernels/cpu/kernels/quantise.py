@@ -49,6 +49,15 @@ def folded(x, at, axes, n, d, gated, z):
 
 
 @inner
+def activation_scale(top, narrow):
+    """(inverse, scale) of activations up to ``top``, for int8 when ``narrow``, else for int16."""
+    if top < _TINY:
+        top = float32(0.0)
+    limit, step = (_I8_MAX, _I8_STEP) if narrow else (_I16_MAX, _I16_STEP)
+    return (limit / top if top > float32(0.0) else float32(0.0)), top * step
+
+
+@inner
 def fold_f32(x, at, axes, n, gated, out, out_at):
     """Activations in float32; returns sum(x * zero)."""
     z = splat(float32(0.0))
@@ -70,14 +79,10 @@ def fold_i8(x, at, axes, n, gated, middle, out, out_at, scales, scales_at):
         i = 32 * b
         a, z = folded(x, at, axes, n, i, gated, z)
         c, z = folded(x, at, axes, n, i + 16, gated, z)
-        top = hmax(vmax(vabs(a), vabs(c)))
-        if top < _TINY:
-            top = float32(0.0)
-        inverse = _I8_MAX / top if top > float32(0.0) else float32(0.0)
+        inverse, scale = activation_scale(hmax(vmax(vabs(a), vabs(c))), True)
         ra, ia = round_scaled(a, inverse)
         rc, ic = round_scaled(c, inverse)
         store_bytes(out, out_at + i, ia, ic, 0)
-        scale = top * _I8_STEP
         scales[scales_at + b] = scale
         lost = lost + (a + c - splat(scale) * (ra + rc))
     return hsum(fma(splat(middle), lost, z))
@@ -93,15 +98,11 @@ def fold_i16(x, at, axes, n, gated, w, w_at, out, out_at, scales, scales_at):
         a, z = folded(x, at, axes, n, d, gated, z)
         store(w, w_at + d, a)
         largest = vmax(vabs(a), largest)
-    top = hmax(largest)
-    if top < _TINY:
-        top = float32(0.0)
-    inverse = _I16_MAX / top if top > float32(0.0) else float32(0.0)
+    inverse, scales[scales_at] = activation_scale(hmax(largest), False)
     for d in range(0, n, 32):
         _, a = round_scaled(load(w, w_at + d), inverse)
         _, c = round_scaled(load(w, w_at + d + 16), inverse)
         # value = 256 * high + low with both signed: low is the low byte, high is rounded for it.
         store_bytes(out, out_at + d, round_up_byte(a), round_up_byte(c), 1)
         store_bytes(out, out_at + n + d, a, c, 0)
-    scales[scales_at] = top * _I16_STEP
     return hsum(z)
