@@ -15,6 +15,7 @@ from kvkernels.backend import Device, Rows
 from kvkernels.calls import SeqView
 from kvkernels.errors import InputError, NonFiniteError
 from kvkernels.op import LayerSpec
+from kvkernels.storage import Stored
 
 _ADDITIVE = ("float16", "float32", "float64")
 
@@ -149,14 +150,12 @@ def check_query_moments(
 
 
 class Given(NamedTuple):
-    """An array a caller passed for ``field``, and what it must be. ``stored``: its rotated rows
-    must fit fp16.
-    """
+    """An array a caller passed for ``field``, and what it must be."""
 
     field: str
     array: Any
     shape: tuple[int, ...]
-    stored: bool
+    stored: Stored = Stored.NO
 
 
 def check_rows(
@@ -179,7 +178,7 @@ def check_rows(
         raise NonFiniteError(
             name,
             found=float(rows[which].array[bad]),
-            needed="finite values whose rotated row stays within fp16 (65504)",
+            needed="finite values that stay within fp16 (65504), also rotated where that is kept",
         )
     return rows
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvkernels.calls import LayerBuffers
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.op import AttentionOp, LayerSpec
+from kvkernels.storage import Storage, Stored
+
+if TYPE_CHECKING:
+    from kvkernels.pages import Pages
 
 API_VERSION = 1
 """Raised when a protocol below changes so that an old backend cannot work."""
@@ -74,9 +78,9 @@ class Device(Protocol):
         """High water of workspace bytes."""
 
     def allocate(
-        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+        self, layer: LayerSpec, storage: Storage, pages: Pages, *, keep_queries: bool
     ) -> LayerBuffers:
-        """Memory of one layer for that many record slots and exact blocks."""
+        """Memory of one layer: ``storage`` says of what kind, ``pages`` how many."""
 
     def rows(self, field: str, array: Any) -> Rows:
         """A caller's array, checked to be on this device; raises InputError naming ``field``."""
@@ -85,10 +89,11 @@ class Device(Protocol):
         """An array for results."""
 
     def first_unfit(
-        self, arrays: Sequence[Any], stored: Sequence[bool]
+        self, arrays: Sequence[Any], stored: Sequence[Stored]
     ) -> tuple[int, tuple[int, ...]] | None:
-        """(array, index in it) of the first value that cannot be used, where ``stored`` is set that
-        cannot be kept; or None. All arrays of one attention together: this is on its hot path.
+        """(array, index in it) of the first value that cannot be used, or not be kept in the form
+        in which it is ``stored``; or None. All arrays of one attention together: it is on the hot
+        path.
         """
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvkernels.dispatch import Decision, confirm
-from kvkernels.errors import CapacityError, InputError, RollbackError, StepError
+from kvkernels.errors import CapacityError, InputError, RollbackError, StateError, StepError
 from kvkernels.memory import Memory
 from kvkernels.op import AttentionOp
 from kvkernels.pages import PageClass, SeqPages
-from kvkernels.planner import Plan, page_key
+from kvkernels.planner import Plan
 from kvkernels.records.layout import GROUP
 from kvkernels.step import Step
+from kvkernels.storage import Body
+from kvkernels.tail import Coverage, Degradation
 from kvkernels.values import whole
 
 State = Mapping[int, "SeqState"]
@@ -43,23 +45,22 @@ class Cache:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.device = plan.device
-        self.classes: tuple[PageClass, ...] = tuple(
-            PageClass(window=key[0], sink_tokens=key[1], slots=slots, blocks=blocks)
-            for key, (slots, blocks) in plan.pages.items()
-        )
+        self.classes = tuple(PageClass(rules, pages) for rules, pages in plan.pages.items())
         order = list(plan.pages)
-        self.class_of = tuple(order.index(page_key(layer.spec)) for layer in plan.layers)
+        self.class_of = tuple(order.index(layer.rules) for layer in plan.layers)
         self.buffers = tuple(
             replace(
                 self.device.allocate(
                     layer.spec,
-                    *plan.pages[page_key(layer.spec)],
+                    layer.storage,
+                    plan.pages[layer.rules],
                     keep_queries=plan.stages_queries(index),
                 ),
                 query_moment=plan.query_moment(index),
             )
             for index, layer in enumerate(plan.layers)
         )
+        self.stored = tuple(plan.stored(i) for i in range(len(plan.layers)))
         self._state: State = MappingProxyType({})
         self._decisions: dict[AttentionOp, Decision] = {}
         self._open: Step | None = None
@@ -81,6 +82,20 @@ class Cache:
         """Rows that ``rollback`` can take back now (C5)."""
         found = self._state.get(seq)
         return found.n - self._lowest(found) if found else 0
+
+    def coverage(self, seq: int) -> dict[str, Coverage]:
+        """How many of a sequence's newest rows are exact, per cache group with a ring (T11)."""
+        state, found = self._existing(seq), {}
+        for tail in self.plan.tails:
+            index = self.class_of[tail.group.layers[0]]
+            pages, rules = state.pages[index], self.classes[index].rules
+            if rules.tail_rows:
+                ring = pages.ring
+                held = state.n - ring.start if ring else 0
+                flags = ring.flags if ring else Degradation.NONE
+                wanted = min(rules.tail_rows, state.n)
+                found[tail.group.id] = Coverage(wanted, min(wanted, held), flags)
+        return found
 
     def memory(self) -> Memory:
         """Bytes by owner: resident as allocated, transient as observed on the device (M1, M2)."""
@@ -108,6 +123,7 @@ class Cache:
         for seq, rows in n_tokens.items():
             whole("sequence id", seq, 0)
             whole(f"n_tokens[{seq}]", rows, 1)
+            self._whole_rows(seq)
             if self.length(seq) + rows > limits.n_ctx:
                 raise CapacityError(
                     f"sequence {seq}: {self.length(seq)} tokens + {rows} rows exceed "
@@ -157,10 +173,10 @@ class Cache:
         if whole("to", to, 0) % GROUP or to > state.n:
             raise InputError("to", found=to, needed=f"a multiple of {GROUP}, at most {state.n}")
         for cls, pages in zip(self.classes, state.pages, strict=True):
-            if cls.window is not None and pages.first * GROUP > max(0, to - cls.window + 1) and to:
+            if not cls.reaches(pages, to):
                 raise RollbackError(
-                    f"sequence {seq}: a layer with window {cls.window} has dropped rows below "
-                    f"{pages.first * GROUP}; remove the sequence and process it from the start",
+                    f"sequence {seq}: a layer with window {cls.rules.window} has dropped rows that "
+                    f"row {to} sees; remove the sequence and process it from the start",
                     largest=state.n - self._lowest(state),
                     boundary=0,
                 )
@@ -235,6 +251,33 @@ class Cache:
         if new:
             old = {seq: self._state[seq] for seq in new if seq in self._state}
             self._publish({**self._state, **new}, evolved=old)
+
+    def invalidate(self, rings: Iterable[tuple[int, int]]) -> None:
+        """Publish that the content of rings (class, ring) is lost: a write into them failed (T11).
+
+        Where a body holds the rows too nothing changes but which copy is read; a sequence whose
+        ring is all there is takes no further step.
+        """
+        lost, changed = set(rings), {}
+        for seq, state in self._state.items():
+            pages = list(state.pages)
+            for i, p in enumerate(pages):
+                if p.ring and (i, p.ring.ring) in lost:
+                    pages[i] = replace(p, ring=p.ring.invalid(state.n))
+            changed[seq] = replace(state, pages=tuple(pages))
+        self._state = MappingProxyType(changed)
+
+    def _whole_rows(self, seq: int) -> None:
+        state = self._state.get(seq)
+        if state is None:
+            return
+        for cls, pages in zip(self.classes, state.pages, strict=True):
+            ring = pages.ring
+            if cls.rules.body is Body.NONE and ring and ring.flags & Degradation.PAYLOAD_INVALID:
+                raise StateError(
+                    f"sequence {seq}: a failed write lost rows of a window of {cls.rules.window} "
+                    "that exist nowhere else; remove the sequence and process it from the start"
+                )
 
     def empty_state(self) -> SeqState:
         """A sequence with no rows."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvkernels.pages import Pages
+    from kvkernels.storage import Storage
+
     Table = NDArray[np.int32]
 
 
@@ -56,9 +59,35 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class TailView:
+    """The ring of one sequence as attention sees it: rows ``start .. n_past`` are in it, a query
+    takes the ``rows`` newest visible ones.
+    """
+
+    ring: int
+    start: int
+    rows: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class TailWrite:
+    """What a commit does with one ring: step rows ``source .. source + rows`` go to ``slot`` on.
+
+    ``base``: ring to copy first (a fork that now goes its own way), -1 = none.
+    """
+
+    ring: int
+    base: int
+    source: int
+    slot: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class SeqView:
     """What attention sees of one sequence in one class: published pages,
-    and where its query rows are.
+    and where its query rows are. ``body``: groups ``first .. last`` of ``table``.
     """
 
     seq: int
@@ -67,7 +96,8 @@ class SeqView:
     n_past: int
     table: Table
     body: tuple[int, int]
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Tile, ...] = ()
+    tail: TailView | None = None
 
     @property
     def twin_group(self) -> int:
@@ -79,7 +109,9 @@ class SeqView:
 class LayerBuffers:
     """Device memory of one layer.
 
-    k_records, v_records: uint8 [n_kv_head, slots, head bytes] in ``layout``; k_exact: fp16
+    k_records, v_records: uint8 [n_kv_head, slots, head bytes], records in ``layout`` or tiles of
+    standard types (``quants/tiles.py``); k_ring, v_ring: uint16 [n_kv_head, rings, D, stride] and
+    [n_kv_head, rings, rows, D_v], un-rotated rows of the precision tail; k_exact: fp16
     [n_kv_head, blocks, D, 128], v_exact: fp16 [n_kv_head, blocks, 128, D], both rotated; q_exact:
     fp16 [n_head, blocks, D, 128], rotated, or None when queries are not staged. One KV head's
     records are contiguous, heads are never interleaved (codec.md 5b). query_moment: float64
@@ -92,11 +124,23 @@ class LayerBuffers:
     k_exact: Any
     v_exact: Any
     q_exact: Any | None
-    slots: int
-    blocks: int
+    storage: Storage
+    pages: Pages
+    k_ring: Any | None = None
+    v_ring: Any | None = None
     layout: str = "line"
     query_moment: Any | None = None
     prepared: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def slots(self) -> int:
+        """Record slots, or tiles."""
+        return self.pages.slots
+
+    @property
+    def blocks(self) -> int:
+        """Exact blocks."""
+        return self.pages.blocks
 
 
 @dataclass(slots=True)
@@ -138,9 +182,20 @@ class AttendCall:
 
 
 @dataclass(frozen=True, slots=True)
+class TailCall:
+    """Write new rows into rings, after everything else of a step (T10). k, v as in CommitCall."""
+
+    layer: LayerSpec
+    buffers: LayerBuffers
+    writes: tuple[TailWrite, ...]
+    k: Any
+    v: Any
+
+
+@dataclass(frozen=True, slots=True)
 class CommitCall:
-    """Stage new rows and seal the groups they complete; touches only pages no published state
-    shows.
+    """Stage new rows and seal the groups they complete, or write them into tiles of standard types;
+    touches only pages no published state shows.
 
     k, v: float32 [n_rows, n_kv_head, D]; q: float32 [n_rows, n_head, D] or None. Rows are rotated,
     rounded to fp16, and only then quantised (codec.md section 2), by the layer's encoder.

@@ -225,7 +225,7 @@ class Capability:
 
 # Constructors. A misspelt attribute is an error when the table is built, not when it is asked.
 
-_OP_ATTRS = frozenset(f.name for f in fields(AttentionOp)) | {"gqa", "k_bits", "v_bits"}
+_OP_ATTRS = frozenset(f.name for f in fields(AttentionOp)) | {"gqa", "k_bits", "v_bits", "is_kvarn"}
 
 
 def _attr(name: str) -> str:

@@ -39,11 +39,13 @@ from kvkernels.calls import (
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
-from kvkernels.planner import attend_op
+from kvkernels.operations import attend_op
+from kvkernels.pages import Pages
 from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
+from kvkernels.storage import Storage, Stored
 from kvkernels.values import whole
 
 
@@ -58,7 +60,10 @@ def _device(device: Device | str) -> Device:
 
 def _buffers(spec: LayerSpec, k: Bytes, v: Bytes) -> LayerBuffers:
     none = np.empty(0, np.uint16)
-    return LayerBuffers(k.reshape(-1), v.reshape(-1), none, none, None, k.shape[1], 0)
+    pages = Pages(k.shape[1], 0, 0)
+    return LayerBuffers(
+        k.reshape(-1), v.reshape(-1), none, none, None, Storage.plain(spec), pages, none, none
+    )
 
 
 def _decided(device: Device, op: AttentionOp, policy: Policy | None = None) -> str:
@@ -96,9 +101,9 @@ def encode(
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
     entry = _decided(device, op)
     shape = (n, spec.n_kv_head, spec.head_dim)
-    given_rows = [Given("k", k, shape, True), Given("v", v, shape, True)]
+    given_rows = [Given(n, x, shape, Stored.ROTATED) for n, x in (("k", k), ("v", v))]
     if source == "rows":
-        given_rows.append(Given("q", q, (n, spec.n_head, spec.head_dim), True))
+        given_rows.append(Given("q", q, (n, spec.n_head, spec.head_dim), Stored.ROTATED))
     rows_k, rows_v, *rest = check_rows(device, given_rows)
     rows_q = rest[0].array if rest else None
     each = range(n // GROUP)
@@ -231,10 +236,10 @@ class AttendPlan:
                 found="given" if k is not None else "missing",
                 needed=f"current={self.current}",
             )
-        given = [Given("q", q, (self.n_rows, spec.n_head, spec.head_dim), False)]
+        given = [Given("q", q, (self.n_rows, spec.n_head, spec.head_dim))]
         if self.current:
             shape = (self.n_rows, spec.n_kv_head, spec.head_dim)
-            given += [Given("k", k, shape, False), Given("v", v, shape, False)]
+            given += [Given("k", k, shape), Given("v", v, shape)]
         rows_q, *rest = check_rows(device, given)
         rows_k, rows_v = rest or (None, None)
         sinks = check_sink_logits(spec, sink_logits)

@@ -95,6 +95,10 @@ class StepError(KvkError):
     """
 
 
+class StateError(KvkError):
+    """The stored state of a sequence cannot be used; the message says what to do."""
+
+
 class DeviceLost(KvkError):
     """The device failed during a launch; its caches cannot be trusted any more."""
 

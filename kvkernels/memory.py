@@ -5,9 +5,16 @@ predicted by the plan and reported by the cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
-from kvkernels.op import LayerSpec
+from kvkernels.op import KVARN_BITS, LayerSpec
+from kvkernels.quants import block_type
+from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, HeadLayout, Side
+from kvkernels.storage import Body, Storage
+
+if TYPE_CHECKING:
+    from kvkernels.pages import Pages
 
 _HALF = 2
 
@@ -50,32 +57,65 @@ class Memory:
         }
 
 
+def ring_stride(storage: Storage) -> int:
+    """Elements from one channel of K to the next in a ring: whole vectors of 64 tokens."""
+    return -(-storage.capacity // 64) * 64
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Sizes in bytes of one layer's buffers: per record slot and per exact block, all KV heads."""
+    """Sizes in bytes of one layer's buffers, all KV heads: per slot, per exact block and side, per
+    ring. ``ring_row``: K and V of one row.
+    """
 
     k_slot: int
     v_slot: int
     kv_block: int
     q_block: int
+    k_ring: int = 0
+    v_ring: int = 0
+    ring_row: int = 0
 
     @classmethod
-    def of(cls, layer: LayerSpec, *, keep_queries: bool) -> LayerSizes:
-        """Layout arithmetic for a KVarN layer (codec.md section 5)."""
-        assert layer.k_bits is not None
-        assert layer.v_bits is not None
-        rows = GROUP * layer.head_dim * _HALF
+    def of(cls, layer: LayerSpec, storage: Storage, *, keep_queries: bool) -> LayerSizes:
+        """Layout arithmetic (codec.md section 5, ``quants/tiles.py``)."""
+        heads, dims = layer.n_kv_head, (layer.head_dim, layer.head_dim_v)
+        records = storage.body is Body.RECORDS
+        slots = [0, 0]
+        if storage.body is not Body.NONE:
+            slots = [
+                heads * _slot_bytes(side, name, dim, records)
+                for side, name, dim in zip(Side, (storage.k, storage.v), dims, strict=True)
+            ]
+        block = GROUP * layer.head_dim * _HALF if records else 0
+        widths = [0, 0]
+        if storage.tail_rows:
+            widths = [block_type(t).nbytes for t in storage.ring_types]
+        per_row = [heads * dim * width for dim, width in zip(dims, widths, strict=True)]
         return cls(
-            k_slot=layer.n_kv_head * HeadLayout(Side.K, layer.k_bits, layer.head_dim).nbytes,
-            v_slot=layer.n_kv_head * HeadLayout(Side.V, layer.v_bits, layer.head_dim).nbytes,
-            kv_block=layer.n_kv_head * rows,
-            q_block=layer.n_head * rows if keep_queries else 0,
+            k_slot=slots[0],
+            v_slot=slots[1],
+            kv_block=heads * block,
+            q_block=layer.n_head * block if keep_queries else 0,
+            k_ring=per_row[0] * ring_stride(storage),
+            v_ring=per_row[1] * storage.capacity,
+            ring_row=sum(per_row),
         )
 
-    def memory(self, slots: int, blocks: int) -> Memory:
-        """Persistent bytes for that many record slots and exact blocks."""
+    def memory(self, pages: Pages, storage: Storage) -> Memory:
+        """Persistent bytes for that many pages."""
+        rows = pages.rings * self.ring_row
         return Memory(
-            kv_k_payload_bytes=slots * self.k_slot,
-            kv_v_payload_bytes=slots * self.v_slot,
-            kv_staging_bytes=blocks * (2 * self.kv_block + self.q_block),
+            kv_k_payload_bytes=pages.slots * self.k_slot,
+            kv_v_payload_bytes=pages.slots * self.v_slot,
+            kv_staging_bytes=pages.blocks * (2 * self.kv_block + self.q_block),
+            kv_exact_history_bytes=rows * storage.tail_rows,
+            kv_rollback_reserve_bytes=rows * storage.reserve if storage.tail_rows else 0,
+            kv_padding_bytes=pages.rings * (self.k_ring + self.v_ring) - rows * storage.capacity,
         )
+
+
+def _slot_bytes(side: Side, name: str, dim: int, records: bool) -> int:
+    if records:
+        return HeadLayout(side, KVARN_BITS[name], dim).nbytes
+    return TileLayout(side, name, dim).nbytes

@@ -31,11 +31,28 @@ TAIL_DTYPES = ("f16", "bf16")
 OP_SCHEMA = "kvk.op/1"
 
 
+def oldest_key(window: int | None, kind: str, position: int) -> int:
+    """The oldest key that the query at ``position`` may see (B4)."""
+    if window is None:
+        return 0
+    if kind == "chunked":
+        return position // window * window
+    return max(0, position - (window // 2 if kind == "symmetric" else window - 1))
+
+
+def first_without(window: int, kind: str, key: int) -> int:
+    """The smallest position whose query sees no key below ``key``."""
+    if kind == "chunked":
+        return -(-key // window) * window
+    return key + (window // 2 if kind == "symmetric" else window - 1) if key else 0
+
+
 class OpKind(StrEnum):
-    """The three things a kernel can be asked to do with a cache."""
+    """What a kernel can be asked to do with a cache; TAIL writes rows into rings."""
 
     ATTEND = "attend"
     COMMIT = "commit"
+    TAIL = "tail"
     MATERIALIZE = "materialize"
 
 
@@ -236,6 +253,11 @@ class AttentionOp:
     def v_bits(self) -> int | None:
         """Code width of a KVarN V side in bits; None for a standard type."""
         return KVARN_BITS.get(self.v_type)
+
+    @property
+    def is_kvarn(self) -> bool:
+        """True when the body is KVarN records."""
+        return self.k_type in KVARN_BITS
 
     @classmethod
     def for_layer(cls, spec: LayerSpec, device: str, **facts: Any) -> AttentionOp:

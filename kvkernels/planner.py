@@ -4,7 +4,7 @@ before any byte is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,14 @@ from kvkernels.dispatch import Decision, Policy, decide
 from kvkernels.errors import InputError, RequestError, UnsupportedOp, did_you_mean
 from kvkernels.memory import LayerSizes, Memory
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
-from kvkernels.pages import PageClass
+from kvkernels.operations import attend_op
+from kvkernels.pages import PageRules, Pages
+from kvkernels.planlog import LogLine, log_text, plan_log, runs, spans
 from kvkernels.records.layout import GROUP
+from kvkernels.request import ResolvedTail, TailRequest
 from kvkernels.settings import DEFAULT_WINDOW_CHUNK, settings
+from kvkernels.storage import Body, Storage, Stored
+from kvkernels.storages import resolve_tails, storage_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,11 +81,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Decisions of one layer: attention at its corners, and the commit."""
+    """What one layer keeps, and its decisions: attention at its corners, the commit of its body
+    (None without one) and the write into its ring (None without one).
+    """
 
     spec: LayerSpec
+    storage: Storage
     attend: tuple[Decision, ...]
-    commit: Decision
+    commit: Decision | None
+    tail: Decision | None = None
+
+    @property
+    def rules(self) -> PageRules:
+        """Layers with equal rules share group tables."""
+        return PageRules.of(self.spec, self.storage)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All of them."""
+        return (*self.attend, *(d for d in (self.commit, self.tail) if d))
 
     def planned(self, n_q: int) -> Decision:
         """The planned decision of the corner that covers ``n_q`` query rows."""
@@ -98,6 +117,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     window_chunk: int
     query_moments: tuple[NDArray[np.float64] | None, ...] = ()
+    tails: tuple[ResolvedTail, ...] = ()
 
     def query_moment(self, layer: int) -> NDArray[np.float64] | None:
         """The moment that stands for a layer's queries, if one was given."""
@@ -105,8 +125,17 @@ class Plan:
 
     def stages_queries(self, layer: int) -> bool:
         """Whether the cache keeps the rotated queries of the layer's open groups."""
-        aware = self.layers[layer].spec.encoder == "aware"
+        planned = self.layers[layer]
+        if planned.storage.body is not Body.RECORDS:
+            return False
+        aware = planned.spec.encoder == "aware"
         return self.limits.keep_queries or (aware and self.query_moment(layer) is None)
+
+    def stored(self, layer: int) -> tuple[Stored, Stored, Stored]:
+        """In which forms fp16 must hold q, k and v of a layer."""
+        q = Stored.ROTATED if self.stages_queries(layer) else Stored.NO
+        k, v = self.layers[layer].storage.stored
+        return q, k, v
 
     def op(self, layer: int, *, n_q: int = 1, n_kv: int | None = None) -> AttentionOp:
         """The operation that attention of ``layer`` would build for one sequence (for
@@ -120,6 +149,7 @@ class Plan:
             self.device.caps.id,
             n_q,
             n_kv,
+            self.layers[layer].storage,
             activations=self.limits.activations,
         )
 
@@ -129,78 +159,40 @@ class Plan:
         return decide(op, self.device.table, self.device.caps, self.policy)
 
     @cached_property
-    def pages(self) -> dict[tuple[int | None, int], tuple[int, int]]:
-        """(record slots, exact blocks) per page class, the class being (window, sink tokens)."""
-        keys = {page_key(layer.spec) for layer in self.layers}
-        return {key: self._capacity(*key) for key in sorted(keys, key=str)}
+    def pages(self) -> dict[PageRules, Pages]:
+        """Physical pages per page class."""
+        limits = self.limits
+        return {
+            rules: rules.capacity(n_ctx=limits.n_ctx, n_ubatch=limits.n_ubatch, n_seq=limits.n_seq)
+            for rules in dict.fromkeys(layer.rules for layer in self.layers)
+        }
 
-    def _capacity(self, window: int | None, sink_tokens: int) -> tuple[int, int]:
-        return PageClass.capacity(
-            window=window,
-            sink_tokens=sink_tokens,
-            n_ctx=self.limits.n_ctx,
-            n_ubatch=self.limits.n_ubatch,
-            n_seq=self.limits.n_seq,
-        )
+    def layer_memory(self, layer: int) -> Memory:
+        """Resident bytes of one layer."""
+        planned = self.layers[layer]
+        keep = self.stages_queries(layer)
+        sizes = LayerSizes.of(planned.spec, planned.storage, keep_queries=keep)
+        return sizes.memory(self.pages[planned.rules], planned.storage)
 
     @cached_property
     def memory(self) -> Memory:
         """Resident bytes, exact to the byte."""
-        total = Memory()
-        for index, layer in enumerate(self.layers):
-            sizes = LayerSizes.of(layer.spec, keep_queries=self.stages_queries(index))
-            total += sizes.memory(*self.pages[page_key(layer.spec)])
-        return total
+        return sum((self.layer_memory(i) for i in range(len(self.layers))), Memory())
+
+    @cached_property
+    def log(self) -> tuple[LogLine, ...]:
+        """What was decided for every cache group, as data (T13)."""
+        return plan_log(self)
 
     def summary(self) -> str:
-        """Routes, entries and bytes, one line per group of equal layers."""
-        lines = [f"plan on {self.device.caps.id} ({self.device.caps.name})"]
-        for spec, indices in _runs(layer.spec for layer in self.layers):
-            layer = self.layers[indices[0]]
-            entries = sorted({str(d.entry) for d in layer.attend})
-            routes = sorted({str(d.route) for d in layer.attend})
-            sizes = LayerSizes.of(spec, keep_queries=self.stages_queries(indices[0]))
-            memory = sizes.memory(*self.pages[page_key(spec)])
-            window = "full" if spec.window is None else f"window {spec.window}"
-            lines.append(
-                f"  layers {_span(indices)}: {spec.k}/{spec.v} {spec.encoder} "
-                f"h{spec.n_head}/{spec.n_kv_head} d{spec.head_dim} {window}, sinks "
-                f"{spec.sink_tokens}; {', '.join(routes)} by {', '.join(entries)}; "
-                f"{memory.kv_resident_bytes / 2**20:.1f} MiB a layer"
-            )
-        lines.append(f"  resident {self.memory.kv_resident_bytes / 2**20:.1f} MiB")
-        return "\n".join(lines)
+        """The log as text: routes, entries, tails and bytes."""
+        return log_text(self)
 
     def allocate(self) -> Cache:
         """Take the memory and return an empty cache."""
         from kvkernels.cache import Cache
 
         return Cache(self)
-
-
-def page_key(spec: LayerSpec) -> tuple[int | None, int]:
-    """Layers with equal keys share group tables."""
-    return spec.window, spec.sink_tokens
-
-
-def attend_op(spec: LayerSpec, device: str, n_q: int, n_kv: int, **facts: Any) -> AttentionOp:
-    """The attention of ``n_q`` new rows when ``n_kv`` rows are visible to the last,
-    new ones included.
-    """
-    past = n_kv - n_q
-    # A cache gives the aware encoder the queries of the rows, or the plan's moment of them.
-    weighs = spec.encoder == "aware" and facts.get("kind") == OpKind.COMMIT
-    sealed = past // GROUP * GROUP
-    given: dict[str, Any] = {
-        "n_q": n_q,
-        "n_kv": n_kv,
-        "body": sealed > spec.sink_tokens,
-        "stage": past > 0,
-        "current": True,
-        "sink_rows": min(spec.sink_tokens, past),
-        "queries": "rows" if weighs else "none",
-    }
-    return AttentionOp.for_layer(spec, device, **(given | facts))
 
 
 def plan(
@@ -210,27 +202,31 @@ def plan(
     policy: Policy | None = None,
     *,
     query_moments: Sequence[Any] | None = None,
+    tail: TailRequest | str | None = None,
 ) -> Plan:
     """Decide for every layer at n_q in {1, verify, n_ubatch} x n_kv in {shortest, n_ctx}, and for
     its commit.
 
     ``query_moments``: per layer None or float [n_kv_head, D, D], the sum of q q^T over un-rotated
     queries of all query heads of a KV head; a layer with the aware encoder then stages no queries.
-    Raises UnsupportedOp that lists every refused layer with every reason; nothing is allocated
-    then.
+    ``tail``: newest rows to keep exact, a TailRequest or its text (T1); see ``plan.tails``.
+    Raises RequestError for a tail that cannot be resolved, UnsupportedOp that lists every refused
+    layer with every reason; nothing is allocated then.
     """
     if not layers:
         raise InputError("layers", found="none", needed="at least one LayerSpec")
     policy = policy or Policy()
-    by_spec = {spec: _decide_layer(spec, device, limits, policy) for spec in dict.fromkeys(layers)}
+    tails = resolve_tails(layers, device, limits.n_ctx, limits.rollback, tail)
+    group_of = {index: found for found in tails for index in found.group.layers}
+    kept = [(spec, storage_of(spec, group_of[i])) for i, spec in enumerate(layers)]
+    by_kind = {kind: _decide_layer(*kind, device, limits, policy) for kind in dict.fromkeys(kept)}
     moments = check_query_moments(layers, query_moments)
     refused, labels = [], []
-    for spec, indices in _runs(layers):
-        layer = by_spec[spec]
-        for decision in (*layer.attend, layer.commit):
+    for kind, indices in runs(kept):
+        for decision in by_kind[kind].decisions:
             if not decision.ok:
                 refused.append(decision)
-                labels.append(f"layers {_span(indices)}")
+                labels.append(f"layers {spans(indices)}")
                 break  # the corners of one layer fail alike; the first says why
     if refused:
         raise UnsupportedOp(refused, labels)
@@ -239,41 +235,33 @@ def plan(
         device,
         limits,
         policy,
-        tuple(by_spec[spec] for spec in layers),
+        tuple(by_kind[kind] for kind in kept),
         chunk if chunk > 0 else DEFAULT_WINDOW_CHUNK,
         moments,
+        tails,
     )
 
 
-def _decide_layer(spec: LayerSpec, device: Device, limits: Limits, policy: Policy) -> LayerPlan:
+def _decide_layer(
+    spec: LayerSpec, storage: Storage, device: Device, limits: Limits, policy: Policy
+) -> LayerPlan:
+    table, caps = device.table, device.caps
+    # A forced attention entry says nothing about how rows are stored.
+    stores = Policy(allow_unqualified=policy.allow_unqualified)
     corners = dict.fromkeys(
-        attend_op(spec, device.caps.id, n_q, n_kv, activations=limits.activations)
+        attend_op(spec, caps.id, n_q, n_kv, storage, activations=limits.activations)
         for n_q in sorted({1, min(limits.verify, limits.n_ubatch), limits.n_ubatch})
         for n_kv in (n_q, max(n_q, limits.n_ctx))
     )
-    commit = attend_op(spec, device.caps.id, limits.n_ubatch, limits.n_ubatch, kind=OpKind.COMMIT)
-    table, caps = device.table, device.caps
+
+    def store(kind: OpKind) -> Decision:
+        n = limits.n_ubatch
+        return decide(attend_op(spec, caps.id, n, n, storage, kind=kind), table, caps, stores)
+
     return LayerPlan(
         spec,
+        storage,
         tuple(decide(op, table, caps, policy) for op in corners),
-        # A forced attention entry says nothing about how rows are stored.
-        decide(commit, table, caps, Policy(allow_unqualified=policy.allow_unqualified)),
+        None if storage.body is Body.NONE else store(OpKind.COMMIT),
+        store(OpKind.TAIL) if storage.tail_rows else None,
     )
-
-
-def _runs(specs: Iterable[LayerSpec]) -> list[tuple[LayerSpec, list[int]]]:
-    found: dict[LayerSpec, list[int]] = {}
-    for index, spec in enumerate(specs):
-        found.setdefault(spec, []).append(index)
-    return list(found.items())
-
-
-def _span(indices: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``."""
-    parts: list[list[int]] = []
-    for i in indices:
-        if parts and parts[-1][-1] == i - 1:
-            parts[-1] = [parts[-1][0], i]
-        else:
-            parts.append([i])
-    return ", ".join("-".join(map(str, p)) for p in parts)

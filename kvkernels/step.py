@@ -14,11 +14,12 @@ from kvkernels.arguments import (
     check_sink_logits,
 )
 from kvkernels.backend import Rows
-from kvkernels.calls import DECODE_ROWS, AttendCall, Batch, CommitCall, GroupWrite, SeqView
+from kvkernels.calls import DECODE_ROWS, AttendCall, Batch, CommitCall, SeqView, TailCall
 from kvkernels.dispatch import Decision
 from kvkernels.errors import InputError, StepError
-from kvkernels.pages import PagePool, SeqPages, view
-from kvkernels.planner import attend_op
+from kvkernels.operations import attend_op
+from kvkernels.pages import Writes, view
+from kvkernels.pools import Taking
 
 if TYPE_CHECKING:
     from kvkernels.cache import Cache, SeqState
@@ -60,13 +61,14 @@ class Step:
         """Attention of one layer over its cached rows and these new ones; the new rows become the
         layer's at commit.
 
-        q [n_rows, n_head, D], k and v [n_rows, n_kv_head, D], float32 / float16 / bfloat16,
-        un-rotated, RoPE already applied; rows of the sequences one after the other in the order of
-        ``step({...})``. ``mask``: bool (True = visible) or additive float, broadcastable to
-        [n_head, n_q, n_kv] with n_kv = rows before + n_q; for several sequences a mapping {sequence
-        id: mask}. ``sink_logits`` [n_head] join the denominator (only, and always, when the layer
-        was planned with them). Returns ``out``, float32 [n_rows, n_head, D]; ``lse`` float32
-        [n_rows, n_head] is filled when given. The arrays must not change before the commit.
+        q [n_rows, n_head, D], k [n_rows, n_kv_head, D], v [n_rows, n_kv_head, D_v], float32 /
+        float16 / bfloat16, un-rotated, RoPE already applied; rows of the sequences one after the
+        other in the order of ``step({...})``. ``mask``: bool (True = visible) or additive float,
+        broadcastable to [n_head, n_q, n_kv] with n_kv = rows before + n_q; for several sequences a
+        mapping {sequence id: mask}. ``sink_logits`` [n_head] join the denominator (only, and
+        always, when the layer was planned with them). Returns ``out``, float32 [n_rows, n_head,
+        D_v]; ``lse`` float32 [n_rows, n_head] is filled when given. The arrays must not change
+        before the commit.
 
         Raises InputError (shape, dtype, device), NonFiniteError, StepError, RouteMismatch; nothing
         is stored then.
@@ -78,19 +80,19 @@ class Step:
         if layer in self._rows:
             raise StepError(f"layer {layer} was attended already in this step")
         spec, device = cache.plan.layers[layer].spec, cache.device
-        n, dim = self.n_rows, spec.head_dim
+        n, dim, stored = self.n_rows, spec.head_dim, cache.stored[layer]
         rows = check_rows(
             device,
             (
-                Given("q", q, (n, spec.n_head, dim), cache.plan.stages_queries(layer)),
-                Given("k", k, (n, spec.n_kv_head, dim), True),
-                Given("v", v, (n, spec.n_kv_head, dim), True),
+                Given("q", q, (n, spec.n_head, dim), stored[0]),
+                Given("k", k, (n, spec.n_kv_head, dim), stored[1]),
+                Given("v", v, (n, spec.n_kv_head, spec.head_dim_v), stored[2]),
             ),
             where=f" of layer {layer}",
             place=self._place_of,
         )
         sinks = check_sink_logits(spec, sink_logits)
-        shape = (n, spec.n_head, dim)
+        shape = (n, spec.n_head, spec.head_dim_v)
         result = device.empty(shape) if out is None else _given("out", out, shape)
         logs = device.empty(shape[:2]) if lse is None else _given("lse", lse, shape[:2])
         masks = by_sequence(mask, list(self.n_tokens))
@@ -134,9 +136,11 @@ class Step:
                 cache.device.caps.id,
                 max(v.n_q for v in views),
                 max(v.n_past + v.n_q for v in views),
+                planned.storage,
                 n_seq=len(views),
                 body=any(v.body[0] < v.body[1] for v in views),
                 stage=any(v.tiles for v in views),
+                tail=any(v.tail for v in views),
                 q_dtype=rows[0].dtype,
                 kv_dtype=rows[1].dtype,
                 activations=cache.plan.limits.activations,
@@ -194,47 +198,63 @@ class Step:
         if missing:
             self.discard()
             raise StepError(f"nothing was stored: layers {missing} were not attended in this step")
-        taken: list[tuple[PagePool, int]] = []
+        taking, touched = Taking(), set[tuple[int, int]]()
         try:
-            new, writes = self._place(taken)
-            for layer, (q, k, v) in self._rows.items():
-                planned = cache.plan.layers[layer]
-                call = CommitCall(
-                    layer=planned.spec,
-                    buffers=cache.buffers[layer],
-                    writes=writes[cache.class_of[layer]],
-                    k=k.array,
-                    v=v.array,
-                    q=q.array if cache.plan.stages_queries(layer) else None,
-                )
-                cache.device.run(str(planned.commit.entry), planned.commit.op, call)
+            new, writes = self._place(taking)
+            for layer, rows in self._rows.items():
+                self._store(layer, rows, writes[cache.class_of[layer]])
+            # Rings last: they alone overwrite what a published state shows (T10).
+            for layer, rows in self._rows.items():
+                index = cache.class_of[layer]
+                if writes[index].tails:
+                    touched |= {(index, w.ring) for w in writes[index].tails}
+                    self._store_tail(layer, rows, writes[index])
             cache.device.synchronize()
         except BaseException:
-            for pool, page in taken:
-                pool.release(page)
+            taking.give_back()
+            cache.invalidate(touched)
             self.discard()
             raise
         self._close()
         cache.finish(new)
 
-    def _place(
-        self, taken: list[tuple[PagePool, int]]
-    ) -> tuple[dict[int, SeqState], list[tuple[GroupWrite, ...]]]:
+    def _store(self, layer: int, rows: tuple[Rows, ...], writes: Writes) -> None:
+        cache, planned = self._cache, self._cache.plan.layers[layer]
+        if planned.commit is None:
+            return
+        q, k, v = rows
+        call = CommitCall(
+            layer=planned.spec,
+            buffers=cache.buffers[layer],
+            writes=tuple(writes.groups),
+            k=k.array,
+            v=v.array,
+            q=q.array if cache.plan.stages_queries(layer) else None,
+        )
+        cache.device.run(str(planned.commit.entry), planned.commit.op, call)
+
+    def _store_tail(self, layer: int, rows: tuple[Rows, ...], writes: Writes) -> None:
+        cache, planned = self._cache, self._cache.plan.layers[layer]
+        assert planned.tail is not None
+        buffers = cache.buffers[layer]
+        call = TailCall(planned.spec, buffers, tuple(writes.tails), rows[1].array, rows[2].array)
+        cache.device.run(str(planned.tail.entry), planned.tail.op, call)
+
+    def _place(self, taking: Taking) -> tuple[dict[int, SeqState], list[Writes]]:
         """New states and what every page class must write; takes pages, touches no bytes."""
         cache = self._cache
-        writes: list[list[GroupWrite]] = [[] for _ in cache.classes]
+        writes = [Writes() for _ in cache.classes]
         new: dict[int, SeqState] = {}
         at = 0
         for seq, rows in self.n_tokens.items():
             old = cache.state.get(seq) or cache.empty_state()
-            pages: list[SeqPages] = []
-            for i, cls in enumerate(cache.classes):
-                after, plan = cls.append(old.pages[i], old.n, rows, at, taken)
-                pages.append(after)
-                writes[i] += plan
-            new[seq] = type(old)(old.n + rows, tuple(pages))
+            pages = tuple(
+                cls.append(old.pages[i], old.n, rows, at, taking, writes[i])
+                for i, cls in enumerate(cache.classes)
+            )
+            new[seq] = type(old)(old.n + rows, pages)
             at += rows
-        return new, [tuple(w) for w in writes]
+        return new, writes
 
     def discard(self) -> None:
         """Forget the step; the cache is what it was. Does nothing on a closed step."""

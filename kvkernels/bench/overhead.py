@@ -13,7 +13,7 @@ from kvkernels.bench.measure import Effort, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.workload import filled, random_rows
 from kvkernels.op import LayerSpec
-from kvkernels.planner import attend_op
+from kvkernels.operations import attend_op
 
 TARGET_S = 50e-6
 _PAST, _LAYERS = 300, 17

@@ -154,6 +154,7 @@ def _commit(bits: int) -> Run:
         wrong = _wrong_records(cache, second, bits)
         cache.rewind(0, GROUP)
         decision = cache.plan.layers[0].commit
+        assert decision is not None
         base = Result(
             case=case,
             device=device.caps.id,

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvkernels.capabilities import Capability, DeviceCaps, Reason
 from kvkernels.op import LayerSpec
-from kvkernels.planner import attend_op
+from kvkernels.operations import attend_op
 
 # A plain operation that every row should take: what is left unmet is the device's fault.
 _NOMINAL = LayerSpec(n_head=32, n_kv_head=8, head_dim=128)

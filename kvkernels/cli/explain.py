@@ -16,7 +16,7 @@ from kvkernels.cli.probe import device_caps, probe_all
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import BackendUnavailable, InputError
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
-from kvkernels.planner import attend_op
+from kvkernels.operations import attend_op
 from kvkernels.registry import BackendStatus, backends, names
 from kvkernels.values import check_keys
 

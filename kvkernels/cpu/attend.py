@@ -18,7 +18,7 @@ _NOTHING = np.zeros(1, np.float32)
 _LANES = 64  # what the matrix kernels read at a time
 _RANGE = 2  # arguments before those a layer passes: which items
 #: first argument of the step, and of the call, after those of the layer
-_STEP, _CALL = 16, 19
+_STEP, _CALL = 18, 22
 
 
 def attend_records(
@@ -29,9 +29,13 @@ def attend_records(
     """
     layer, buffers = call.layer, call.buffers
     current = call.k is not None
-    work = work_of(call.batch, layer, current=current, blocks=blocks)
+    masked = any(m is not None for m in call.masks)
+    cuts = None
+    if masked and any(view.tail for view in call.batch.views):
+        cuts = masks.masked_cuts(call.batch, layer, call.masks)
+    work = work_of(call.batch, layer, buffers.storage.body, cuts, current=current, blocks=blocks)
     seqs, mask = work.seqs, _NOTHING
-    if any(m is not None for m in call.masks):
+    if masked:
         seqs, mask = masks.flatten(work.seqs, call.batch.views, call.masks, layer.n_head, current)
     k_new = v_new = _NOTHING
     stride = 0
@@ -41,7 +45,7 @@ def attend_records(
         v_new = call.v.reshape(-1)
     # Only a decode leaves partial results to be merged; a prefill item finishes its own rows.
     parts = 1 if blocks else len(work.items)
-    size = work.rows * layer.head_dim
+    size = work.rows * layer.head_dim_v
     partial = scratch.get("partial", (parts * (2 * work.rows + size),), np.float32)
     edge = parts * work.rows
     pm = partial[:edge].reshape(parts, work.rows)
@@ -50,7 +54,7 @@ def attend_records(
     has_sinks = call.sink_logits is not None
     sinks = call.sink_logits if has_sinks else _NOTHING
     finish = (pm, pl, po, sinks, has_sinks, call.out.reshape(-1), call.lse.reshape(-1))
-    start = (seqs, mask, call.q.reshape(-1), k_new, stride, v_new)
+    start = (seqs, work.cuts, mask, call.q.reshape(-1), k_new, stride, v_new)
     run_items = compiled(isa, "attend.run_items")
     merge = compiled(isa, "merge.merge")
     fixed = _layer_arguments(call, isa)
@@ -60,7 +64,7 @@ def attend_records(
         if key not in buffers.prepared:
             buffers.prepared[key] = run_items.pack(_RANGE, *fixed)
         if work.packed is None:
-            work.packed = run_items.pack(_STEP, work.items, work.tiles, work.table)
+            work.packed = run_items.pack(_STEP, *work.lists)
         own = run_items.pack(_CALL, *start, *finish)
         slots = np.concatenate((_HEAD, buffers.prepared[key], work.packed, own))
         pool.items(run_items, slots, len(work.items), least=work.least)
@@ -71,8 +75,7 @@ def attend_records(
             joins = work.packed_joins[0]
             merge.launch(np.concatenate((_HEAD[:1], joins, own[-_FINISH_SLOTS:])))
         return
-    step = (work.items, work.tiles, work.table)
-    arguments = (*fixed, *step, *start, *finish)
+    arguments = (*fixed, *work.lists, *start, *finish)
     pool.ranges(lambda a, b: run_items(a, b, *arguments), len(work.items), least=work.least)
     if not blocks:
         merge(fixed[0], work.joins, work.seqs, *finish)
@@ -87,11 +90,12 @@ def _layer_arguments(call: AttendCall, isa: str) -> tuple[Any, ...]:
     buffers = call.buffers
     key = ("arguments", call.activations, isa)
     if key not in buffers.prepared:
-        fixed = constants(call.layer, buffers.slots, buffers.blocks, call.activations, isa)
+        fixed = constants(call.layer, buffers.storage, buffers.pages, call.activations, isa)
         buffers.prepared[key] = (
             fixed.shape, fixed.dots_k, fixed.dots_v, fixed.middles, fixed.mats, fixed.scale,
             fixed.softcap, fixed.slopes, buffers.k_records, buffers.k_records.view(np.uint16),
             buffers.v_records, buffers.v_records.view(np.uint16), buffers.k_exact, buffers.v_exact,
+            buffers.k_ring, buffers.v_ring,
         )  # fmt: skip
     arguments: tuple[Any, ...] = buffers.prepared[key]
     return arguments

@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 
-#: kinds of work items of ``kernels/attend.py``
-BODY, EXACT, CURRENT, ALL = range(4)
+#: where keys come from, in the order in which ``kernels/attend.py`` takes them, and so the kinds of
+#: its work items: sealed records and exact blocks (both rotated), tiles of standard types, the ring
+#: of the precision tail, the step's own rows; ALL: an item that takes all of them
+BODY, EXACT, TILES, RING, CURRENT, ALL = range(6)
+#: what ``shape`` says of a window, in the order of ``op.WINDOW_KINDS``
+SLIDING, CHUNKED, SYMMETRIC = range(3)
+#: no tail: every key is older than this position
+NO_CUT = 1 << 62
 #: rows that one pass of a micro-kernel serves, largest first; a pass over n rows is cut into these
 ROW_BLOCKS = (4, 2, 1)
 #: forms of activations, see ``kernels/dot.py``

@@ -11,10 +11,11 @@ from weakref import WeakSet
 import numpy as np
 
 from kvkernels.backend import Rows
-from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCall
+from kvkernels.calls import AttendCall, CommitCall, LayerBuffers, MaterializeCall, TailCall
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.cpu.attend import attend_records
 from kvkernels.cpu.commit import commit, materialize
+from kvkernels.cpu.commit_rows import commit_rows, commit_tail
 from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.scratch import Scratch, aligned
@@ -23,9 +24,12 @@ from kvkernels.cpu.window import attend_window
 from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
+from kvkernels.pages import Pages
+from kvkernels.storage import Storage, Stored
 
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
+_HALF_OVERFLOW = 65520.0  # rounds to infinity in fp16
 _INFINITY_BITS = 0x7F800000
 _NONE = np.zeros(0, np.float32)
 
@@ -61,22 +65,24 @@ class CpuDevice:
         return self.scratch.peak
 
     def allocate(
-        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+        self, layer: LayerSpec, storage: Storage, pages: Pages, *, keep_queries: bool
     ) -> LayerBuffers:
         """Zeroed memory of one layer, 64-byte aligned."""
-        sizes = LayerSizes.of(layer, keep_queries=keep_queries)
+        sizes = LayerSizes.of(layer, storage, keep_queries=keep_queries)
 
-        def exact(nbytes: int) -> Any:
-            return aligned(blocks * nbytes).view(np.uint16)
+        def words(count: int, nbytes: int) -> Any:
+            return aligned(count * nbytes).view(np.uint16)
 
         return LayerBuffers(
-            k_records=aligned(slots * sizes.k_slot),
-            v_records=aligned(slots * sizes.v_slot),
-            k_exact=exact(sizes.kv_block),
-            v_exact=exact(sizes.kv_block),
-            q_exact=exact(sizes.q_block) if keep_queries else None,
-            slots=slots,
-            blocks=blocks,
+            k_records=aligned(pages.slots * sizes.k_slot),
+            v_records=aligned(pages.slots * sizes.v_slot),
+            k_exact=words(pages.blocks, sizes.kv_block),
+            v_exact=words(pages.blocks, sizes.kv_block),
+            q_exact=words(pages.blocks, sizes.q_block) if keep_queries else None,
+            k_ring=words(pages.rings, sizes.k_ring),
+            v_ring=words(pages.rings, sizes.v_ring),
+            storage=storage,
+            pages=pages,
         )
 
     def rows(self, field: str, array: Any) -> Rows:
@@ -97,11 +103,10 @@ class CpuDevice:
         return np.empty(shape, np.float32)
 
     def first_unfit(
-        self, arrays: Sequence[Any], stored: Sequence[bool]
+        self, arrays: Sequence[Any], stored: Sequence[Stored]
     ) -> tuple[int, tuple[int, ...]] | None:
-        """(array, (row, head, channel)) of the first value that is NaN or infinite, or None.
-
-        Where ``stored``, also of the first one whose rotated row leaves the stage's fp16 range.
+        """(array, (row, head, channel)) of the first value that is NaN or infinite, or that leaves
+        the fp16 range in a form in which it is ``stored``; None when all can be used.
         """
         first, second, third = (*(a.reshape(-1) for a in arrays), _NONE, _NONE)[:3]
         top = self._largest_bits(first, second, third)
@@ -116,18 +121,17 @@ class CpuDevice:
                 return i, bad
         return None
 
-    def _unfit(self, rows: Any, stored: bool) -> tuple[int, ...] | None:
-        at = int(compiled(self.isa, "rotate.first_nonfinite")(rows.reshape(-1)))
-        if at < 0:
-            if not stored:
-                return None
+    def _unfit(self, rows: Any, stored: Stored) -> tuple[int, ...] | None:
+        bad = ~np.isfinite(rows)
+        if not bad.any() and stored & Stored.PLAIN:
+            bad = np.abs(rows) >= _HALF_OVERFLOW
+        if not bad.any() and stored & Stored.ROTATED:
             half = np.empty((rows.size // rows.shape[-1], rows.shape[-1]), np.uint16)
             compiled(self.isa, "rotate.rotate_rows_to_half")(rows.reshape(half.shape), half)
-            bad = np.flatnonzero((half & 0x7C00) == 0x7C00)
-            if not bad.size:
-                return None
-            at = int(bad[0])
-        return tuple(int(i) for i in np.unravel_index(at, rows.shape))
+            bad = ((half & 0x7C00) == 0x7C00).reshape(rows.shape)
+        if not bad.any():
+            return None
+        return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), rows.shape))
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Run an entry. The entry checks nothing again: ``op`` was confirmed against the table."""
@@ -149,6 +153,12 @@ class CpuDevice:
         elif entry in ("cpu/commit", "cpu/commit_aware"):
             _expect(call, CommitCall)
             commit(call, self.scratch, self.pool, self.isa)
+        elif entry == "cpu/commit_rows":
+            _expect(call, CommitCall)
+            commit_rows(call, self.isa)
+        elif entry == "cpu/commit_tail":
+            _expect(call, TailCall)
+            commit_tail(call, self.isa)
         elif entry == "cpu/materialize":
             _expect(call, MaterializeCall)
             materialize(call, self.isa)

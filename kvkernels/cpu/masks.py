@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.calls import SeqView
+from kvkernels.calls import Batch, SeqView
+from kvkernels.cpu.columns import NO_CUT
+from kvkernels.op import LayerSpec
 
 
 @lru_cache(maxsize=64)
@@ -60,3 +62,48 @@ def flatten(
         parts.append(flat.reshape(-1))
         at += flat.size
     return seqs, np.concatenate(parts)
+
+
+def newest_cuts(batch: Batch) -> NDArray[np.int64]:
+    """The oldest row that every query row takes from its ring, when all rows are visible."""
+    cuts = np.full(batch.n_rows, NO_CUT, np.int64)
+    for v in batch.views:
+        if v.tail:
+            own = np.arange(v.n_past, v.n_past + v.n_q) - v.tail.rows + 1
+            cuts[v.q_start : v.q_start + v.n_q] = np.maximum(own, v.tail.start)
+    return cuts
+
+
+def masked_cuts(batch: Batch, layer: LayerSpec, masks: Sequence[Any | None]) -> NDArray[np.int64]:
+    """The oldest row every query row takes from its ring: the N-th newest that it sees (T6).
+
+    A row counts as seen when some head sees it; masks have no say about heads in a tail.
+    """
+    cuts = newest_cuts(batch)
+    for view, mask in zip(batch.views, masks, strict=True):
+        if mask is None or view.tail is None:
+            continue
+        start, end = view.tail.start, view.n_past + view.n_q
+        array = np.asarray(mask)
+        array = array.reshape((1,) * (3 - array.ndim) + array.shape)
+        if array.shape[2] > 1:
+            array = array[:, :, start:]
+        seen = (array if array.dtype == np.bool_ else array > -np.inf).any(0)
+        keys, queries = np.arange(start, end), np.arange(view.n_past, end)[:, None]
+        seen = seen & (keys >= _oldest(layer, queries))
+        if layer.causal:
+            seen = seen & (keys <= queries)
+        # Visible rows from each key on; the N newest are where that is at most N.
+        newer = np.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
+        first = np.argmax(newer <= view.tail.rows, axis=1)
+        cuts[view.q_start : view.q_start + view.n_q] = start + first
+    return cuts
+
+
+def _oldest(layer: LayerSpec, queries: NDArray[np.int64]) -> Any:
+    if layer.window is None:
+        return 0
+    if layer.window_kind == "chunked":
+        return queries // layer.window * layer.window
+    back = layer.window // 2 if layer.window_kind == "symmetric" else layer.window - 1
+    return queries - back

@@ -14,40 +14,44 @@ from kvkernels.capabilities import (
     multiple_of,
     one_of,
     same,
+    when,
 )
-from kvkernels.op import KVARN_BITS, STANDARD_TYPES, OpKind
+from kvkernels.op import KVARN_BITS, STANDARD_TYPES, TAIL_DTYPES, OpKind
 from kvkernels.records.layout import HEAD_DIMS
 
+_kvarn, _standard = equal("is_kvarn", True), equal("is_kvarn", False)
+
+_dense = equal("attention", "dense", hint="K-only (MLA) attention has no V of its own to keep")
 _records: tuple[Requirement, ...] = (
-    one_of(
-        "head_dim_k",
-        HEAD_DIMS,
-        hint="KVarN records need whole 64- or 128-channel slices",
-    ),
+    one_of("head_dim_k", HEAD_DIMS, hint="KVarN records need whole 64- or 128-channel slices"),
     same("head_dim_k", "head_dim_v"),
-    one_of(
-        "k_type", KVARN_BITS, hint=f"standard types ({', '.join(STANDARD_TYPES)}) have no entry yet"
-    ),
-    one_of(
-        "v_type", KVARN_BITS, hint=f"standard types ({', '.join(STANDARD_TYPES)}) have no entry yet"
-    ),
+    one_of("k_type", KVARN_BITS),
+    one_of("v_type", KVARN_BITS),
     equal("layout", "line"),
-    equal("attention", "dense", hint="K-only (MLA) attention has no V to keep in records"),
+    _dense,
+)
+#: rows of a standard type: blocks of 32 channels, each side by itself (A2)
+_rows: tuple[Requirement, ...] = (
+    multiple_of("head_dim_k", 32),
+    multiple_of("head_dim_v", 32),
+    one_of("k_type", STANDARD_TYPES),
+    one_of("v_type", STANDARD_TYPES),
+    _dense,
 )
 _attend: tuple[Requirement, ...] = (
-    *_records,
+    *(when(_kvarn, need) for need in _records if need is not _dense),
+    *(when(_standard, need) for need in _rows if need is not _dense),
+    _dense,
     one_of("q_dtype", ("f32", "f16", "bf16")),
     one_of("kv_dtype", ("f32", "f16", "bf16")),
-    equal("causal", True),
-    equal("window_kind", "sliding"),
-    equal("tail_rows", 0),
+    one_of("tail_dtype", ("none", *TAIL_DTYPES)),
     multiple_of("alignment", 64),
     one_of("activations", ("auto", "int8", "int16", "f32")),
 )
 
 _NUMERICS = (
     "integer codes times folded activations, float32 sums; auto: int16 for QK^T, int8 for PV up to "
-    "4 bits, else int16 (float32 on a CPU without byte dot products)"
+    "4 bits, else int16 (float32 on a CPU without byte dot products); exact rows in float32"
 )
 
 TABLE: tuple[Capability, ...] = (
@@ -69,7 +73,13 @@ TABLE: tuple[Capability, ...] = (
         entry="cpu/attend_materialized",
         kind=OpKind.ATTEND,
         route=Route.MATERIALIZE,
-        requires=_attend,
+        requires=(
+            *_records,
+            *_attend,
+            equal("tail_rows", 0),
+            equal("window_kind", "sliding"),
+            equal("causal", True),
+        ),
         numerics="float32 windows of one KV head through BLAS, softmax merged over windows",
     ),
     Capability(
@@ -94,6 +104,25 @@ TABLE: tuple[Capability, ...] = (
             ),
         ),
         numerics="the aware encoder in float64, in a fixed order of operations",
+    ),
+    Capability(
+        entry="cpu/commit_rows",
+        kind=OpKind.COMMIT,
+        route=Route.NATIVE,
+        requires=_rows,
+        numerics="blocks as GGML's reference quantisers write them, to the byte",
+    ),
+    Capability(
+        entry="cpu/commit_tail",
+        kind=OpKind.TAIL,
+        route=Route.NATIVE,
+        requires=(
+            *(when(_kvarn, need) for need in _records if need is not _dense),
+            *(when(_standard, need) for need in _rows if need is not _dense),
+            _dense,
+            one_of("tail_dtype", TAIL_DTYPES),
+        ),
+        numerics="rows rounded to nearest even, un-rotated",
     ),
     Capability(
         entry="cpu/materialize",

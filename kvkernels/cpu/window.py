@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from kvkernels.calls import AttendCall, SeqView
 from kvkernels.cpu import masks
+from kvkernels.cpu.columns import BODY, CURRENT, EXACT, NO_CUT
 from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.launch import constants
 from kvkernels.cpu.scratch import Scratch
@@ -38,7 +39,7 @@ class _Run:
     v: Floats
     base: int
     twin: bool
-    body: bool
+    source: int
 
 
 def attend_window(call: AttendCall, scratch: Scratch, isa: str) -> None:
@@ -69,7 +70,7 @@ def _one_head(
     )
     state.m.fill(-np.inf)
     state.lsum.fill(0)
-    shape = constants(layer, call.buffers.slots, call.buffers.blocks, "f32", "generic").shape
+    shape = constants(layer, call.buffers.storage, call.buffers.pages, "f32", "generic").shape
     o = scratch.get("o", (n, dim), np.float32)
     o.fill(0)
     block = _Block(layer, view, mask, head, shape, state, compiled(isa, "prefill.softmax_block"))
@@ -80,7 +81,7 @@ def _one_head(
     rotate_rows(o, rotated)
     if call.k is not None and call.v is not None:
         block.add(
-            q, _Run(call.k[rows, head], call.v[rows, head], view.n_past, False, False), rotated
+            q, _Run(call.k[rows, head], call.v[rows, head], view.n_past, False, CURRENT), rotated
         )
     if call.sink_logits is not None:
         _add_sink(np.tile(call.sink_logits[heads], view.n_q), state, rotated)
@@ -116,7 +117,7 @@ def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch, isa: str
             v_exact[head, t.block, : t.rows].view(np.float16).astype(np.float32),
             t.base,
             t.twin,
-            False,
+            EXACT,
         )
     groups = max(1, call.window_chunk // GROUP)
     width = min(groups, stop - start)
@@ -130,7 +131,7 @@ def _past(call: AttendCall, view: SeqView, head: int, scratch: Scratch, isa: str
         slots = view.table[a:b]
         materialize_head(layer, buffers, slots, head, k, v, isa)
         n = (b - a) * GROUP
-        yield _Run(k[:n], v[:n], a * GROUP, a == view.twin_group, True)
+        yield _Run(k[:n], v[:n], a * GROUP, a == view.twin_group, BODY)
 
 
 def materialize_head(
@@ -210,7 +211,7 @@ class _Block:
                 part = slice(row, row + size)
                 self.softmax_block(
                     scores.reshape(-1), width, self.shape, self.view.n_past, first,
-                    self.head * gqa, run.base + key, n, run.twin, run.body,
+                    self.head * gqa, run.base + key, n, run.twin, run.source,
                     np.float32(self.layer.softcap), slopes, mask, mask_head, mask_row,
                     state.m[part], state.lsum[part], state.alpha[part],
                 )  # fmt: skip
@@ -224,8 +225,10 @@ class _Block:
 
         base = run.base + key
         for query in (first, last):
-            low, high = visible(self.shape, self.view.n_past + query, base, n, run.twin, run.body)
-            if max(low, 0) < high:
+            low, high = visible(
+                self.shape, self.view.n_past + query, base, n, run.twin, run.source, NO_CUT
+            )
+            if low < high:
                 return True
         # A window can lie strictly between the first and the last query's.
         return self.layer.window is not None and last - first > 1

@@ -15,7 +15,8 @@ from typing import Any
 
 from kvkernels.errors import InputError, did_you_mean
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.planner import ACTIVATIONS, attend_op
+from kvkernels.operations import attend_op
+from kvkernels.planner import ACTIVATIONS
 from kvkernels.records.layout import BITS, GROUP, HeadLayout, Side
 
 NATIVE, ANY, REFUSE = "native", "any", "refuse"

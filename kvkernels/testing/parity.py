@@ -21,7 +21,7 @@ from kvkernels.capabilities import Route
 from kvkernels.dispatch import Decision, Policy, decide
 from kvkernels.errors import KvkError, UnsupportedOp
 from kvkernels.op import OpKind
-from kvkernels.planner import LayerPlan, Limits, Plan, plan
+from kvkernels.planner import Limits, Plan, plan
 from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
@@ -227,7 +227,7 @@ class Bench:
             self.cache.plan,
             policy=dataclasses.replace(self.cache.plan.policy, entry=forced),
             limits=dataclasses.replace(self.cache.plan.limits, activations=decision.op.activations),
-            layers=(LayerPlan(layer.spec, (decision,), layer.commit),),
+            layers=(dataclasses.replace(layer, attend=(decision,)),),
         )
         twin._decisions = {}
         poison_workspaces(self.device)

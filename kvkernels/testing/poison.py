@@ -16,12 +16,17 @@ from numpy.typing import NDArray
 from kvkernels.backend import Device
 from kvkernels.cache import Cache
 from kvkernels.calls import LayerBuffers
+from kvkernels.memory import ring_stride
 from kvkernels.op import LayerSpec
-from kvkernels.records.layout import GROUP
+from kvkernels.pages import Pages
+from kvkernels.planner import LayerPlan
+from kvkernels.quants.tiles import TileLayout
+from kvkernels.records.layout import GROUP, Side
+from kvkernels.storage import Body, Storage
 
 GUARD = 4096  # bytes on either side
 BYTE = 0xFF
-_FIELDS = ("k_records", "v_records", "k_exact", "v_exact", "q_exact")
+_FIELDS = ("k_records", "v_records", "k_exact", "v_exact", "q_exact", "k_ring", "v_ring")
 
 
 class Guards:
@@ -69,10 +74,10 @@ class GuardedDevice:
         return getattr(self._device, name)
 
     def allocate(
-        self, layer: LayerSpec, slots: int, blocks: int, *, keep_queries: bool
+        self, layer: LayerSpec, storage: Storage, pages: Pages, *, keep_queries: bool
     ) -> LayerBuffers:
         """Memory of one layer, between guards where NumPy can see it."""
-        plain = self._device.allocate(layer, slots, blocks, keep_queries=keep_queries)
+        plain = self._device.allocate(layer, storage, pages, keep_queries=keep_queries)
         swapped: dict[str, Any] = {
             name: self._guards.like(name, array)
             for name in _FIELDS
@@ -82,18 +87,65 @@ class GuardedDevice:
 
 
 def poison_unused(cache: Cache) -> None:
-    """0xFF into every record slot and every exact row that no published state shows."""
+    """0xFF into every slot, exact row and ring row that no published state shows."""
     for layer, buffers, index in zip(cache.plan.layers, cache.buffers, cache.class_of, strict=True):
         slots, rows = live(cache, index)
-        for name, dead in (("k_records", slots), ("v_records", slots)):
+        for name in ("k_records", "v_records"):
             array = getattr(buffers, name)
             if isinstance(array, np.ndarray) and array.size:
                 pool = array.view(np.uint8).reshape(layer.spec.n_kv_head, buffers.slots, -1)
-                pool[:, ~dead] = BYTE
+                pool[:, ~slots] = BYTE
+        if layer.storage.body is Body.TILES:
+            _poison_tiles(cache, layer, buffers, index)
         for name in ("k_exact", "v_exact", "q_exact"):
             array = getattr(buffers, name)
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) and array.size:
                 rows_of(name, array, layer.spec, buffers.blocks)[:, ~rows] = 0xFFFF
+        if layer.storage.tail_rows:
+            _poison_rings(cache, layer, buffers, index)
+
+
+def _poison_tiles(cache: Cache, layer: LayerPlan, buffers: LayerBuffers, index: int) -> None:
+    """NaN into what tokens beyond the newest have in an open tile: elements, or scales."""
+    spec, storage = layer.spec, layer.storage
+    for state in cache.state.values():
+        used = state.n % GROUP
+        if not used:
+            continue
+        slot = state.pages[index].table[-1]
+        for side, name, pool, dim in (
+            (Side.K, storage.k, buffers.k_records, spec.head_dim),
+            (Side.V, storage.v, buffers.v_records, spec.head_dim_v),
+        ):
+            layout = TileLayout(side, name, dim)
+            tile = pool.reshape(spec.n_kv_head, buffers.slots, -1)[:, slot]
+            if layout.kind.quantised:
+                axes = tile[:, layout.scale_offset :].view(np.uint16).reshape(len(tile), -1, GROUP)
+                axes[:, :, used:] = 0xFFFF
+            elif side is Side.K:
+                tile.reshape(len(tile), dim, GROUP, -1)[:, :, used:] = BYTE
+            else:
+                tile.reshape(len(tile), GROUP, -1)[:, used:] = BYTE
+
+
+def _poison_rings(cache: Cache, layer: LayerPlan, buffers: LayerBuffers, index: int) -> None:
+    storage, heads = layer.storage, layer.spec.n_kv_head
+    assert buffers.k_ring is not None
+    assert buffers.v_ring is not None
+    live_rows = np.zeros((buffers.pages.rings, storage.capacity), np.bool_)
+    for state in cache.state.values():
+        ring = state.pages[index].ring
+        if ring:
+            live_rows[ring.ring, np.arange(ring.start, state.n) % storage.capacity] = True
+    dims = (layer.spec.head_dim, layer.spec.head_dim_v)
+    k = buffers.k_ring.view(np.uint8).reshape(
+        heads, len(live_rows), dims[0], ring_stride(storage), -1
+    )
+    v = buffers.v_ring.view(np.uint8).reshape(heads, len(live_rows), storage.capacity, -1)
+    for ring_id, rows in enumerate(live_rows):
+        k[:, ring_id, :, : len(rows)][:, :, ~rows] = BYTE
+        k[:, ring_id, :, len(rows) :] = BYTE
+        v[:, ring_id][:, ~rows] = BYTE
 
 
 def rows_of(name: str, array: NDArray[Any], spec: LayerSpec, blocks: int) -> NDArray[np.uint16]:

@@ -15,9 +15,10 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings values",
-    "dispatch records quants tail request calls",
+    "dispatch records quants tail request calls storage",
     "backend registry",
-    "planner cache step arguments pages state memory split engine drafts metrics",
+    "planner planlog storages operations cache step arguments pages pools state memory split engine"
+    " drafts metrics",
     "cpu simt cuda hip opencl vulkan",
     "testing bench cli integrations prompts __main__",
 )

@@ -10,10 +10,10 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "attend.run_items": (
         "int", "int",
         "i8*1", "i8*1", "i8*1", "f4*1", "i8*1", "float", "float", "f4*1", "u1*1", "u2*1", "u1*1",
-        "u2*1", "u2*1", "u2*1",
-        "i8*2", "i8*2", "i4*1",
-        "i8*2", "f4*1", "f4*1", "f4*1", "int", "f4*1", "f4*2", "f4*2", "f4*2", "f4*1", "bool",
-        "f4*1", "f4*1",
+        "u2*1", "u2*1", "u2*1", "u2*1", "u2*1",
+        "i8*2", "i8*2", "i8*2", "i4*1",
+        "i8*2", "i8*1", "f4*1", "f4*1", "f4*1", "int", "f4*1", "f4*2", "f4*2", "f4*2", "f4*1",
+        "bool", "f4*1", "f4*1",
     ),
     "merge.merge": (
         "i8*1", "i8*2", "i8*2", "f4*2", "f4*2", "f4*2", "f4*1", "bool", "f4*1", "f4*1",
@@ -32,7 +32,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "metric.add_moments": ("u2*1", "f8*1", "double", "f8*1", "f8*1", "f8*1", "f8*1"),
     "lines.decode_head": ("u1*1", "bool", "int", "int", "f4*2"),
     "prefill.softmax_block": (
-        "f4*1", "int", "i8*1", "int", "int", "int", "int", "int", "bool", "bool", "float", "f4*1",
+        "f4*1", "int", "i8*1", "int", "int", "int", "int", "int", "bool", "int", "float", "f4*1",
         "f4*1", "int", "int", "f4*1", "f4*1", "f4*1",
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from kvkernels.cpu.kernels.jit import kernel
 from kvkernels.cpu.kernels.rotate import rotate_row
 from kvkernels.cpu.kernels.simd import fma, load, splat, store
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay
-from kvkernels.cpu.kernels.tiles import HEAD_DIM, N_HEAD, N_KV_HEAD, Q_START
+from kvkernels.cpu.kernels.tiles import DIM_V, N_HEAD, N_KV_HEAD, Q_START
 
 # columns of `joins`: the parts of one block of queries, rotated ones first
 J_SEQ, J_HEAD, J_FIRST, J_QUERIES, J_PART, J_ROTATED, J_PLAIN = range(7)
@@ -17,7 +17,7 @@ J_SEQ, J_HEAD, J_FIRST, J_QUERIES, J_PART, J_ROTATED, J_PLAIN = range(7)
 @kernel
 def merge(shape, joins, seqs, pm, pl, po, sink_logits, has_sinks, out, lse):
     """out float32 [T, n_head, D] and lse [T, n_head], flat. Rotated sums are rotated back here."""
-    dim = shape[HEAD_DIM]
+    dim = shape[DIM_V]
     gqa = shape[N_HEAD] // shape[N_KV_HEAD]
     both = np.empty(2 * dim, np.float32)
     rotated, plain = both[:dim], both[dim:]
@@ -41,10 +41,14 @@ def merge(shape, joins, seqs, pm, pl, po, sink_logits, has_sinks, out, lse):
                 target = rotated if p < middle else plain
                 for d in range(0, dim, 16):
                     store(target, d, fma(load(po[p], r * dim + d), splat(f), load(target, d)))
-            # Current rows were summed un-rotated; the rest is rotated back before the two meet.
-            rotate_row(rotated, back, dim)
-            for d in range(0, dim, 16):
-                store(back, d, load(back, d) + load(plain, d))
+            # Records were summed rotated; that is rotated back before it meets the rest.
+            if middle > begin:
+                rotate_row(rotated, back, dim)
+                for d in range(0, dim, 16):
+                    store(back, d, load(back, d) + load(plain, d))
+            else:
+                for d in range(0, dim, 16):
+                    store(back, d, load(plain, d))
             head = joins[j, J_HEAD] * gqa + r % gqa
             row = (row0 + r // gqa) * shape[N_HEAD] + head
             finish_row(back, int64(0), dim, top, total, sink_logits, has_sinks, head, out, lse, row)

@@ -2,6 +2,7 @@
 
 from numba import float32, int64
 
+from kvkernels.cpu.columns import NO_CUT
 from kvkernels.cpu.kernels.jit import kernel
 from kvkernels.cpu.kernels.softmax import MINUS_INF, decay, exponentials, prepare_row
 from kvkernels.cpu.kernels.tiles import N_HEAD, N_KV_HEAD, visible
@@ -9,7 +10,7 @@ from kvkernels.cpu.kernels.tiles import N_HEAD, N_KV_HEAD, visible
 
 @kernel
 def softmax_block(
-    scores, width, shape, n_past, first_query, head0, base, n, twin, body, cap, slopes, mask,
+    scores, width, shape, n_past, first_query, head0, base, n, twin, source, cap, slopes, mask,
     mask_head, mask_row, m, lsum, alpha,
 ):  # fmt: skip
     """Prefill: mask and exponentiate scores [rows, width] (keys ``base .. base + n``) in place, row
@@ -23,7 +24,7 @@ def softmax_block(
     padded = (n + 15) // 16 * 16
     for r in range(m.size):
         position = n_past + first_query + r // gqa
-        low, high = visible(shape, position, base, n, twin, body)
+        low, high = visible(shape, position, base, n, twin, source, NO_CUT)
         at = r * width
         for t in range(n, padded):
             scores[at + t] = float32(0.0)

@@ -51,7 +51,7 @@ def bits_of(kind):
 @inner
 def has_minimum(kind):
     """Whether values are ``code * scale + minimum``."""
-    return kind == Q5_1 or kind == Q4_1  # noqa: PLR1714 - Numba would build the tuple
+    return kind in (Q5_1, Q4_1)
 
 
 @inner

@@ -7,7 +7,7 @@ Rows are (query, head of the KV head), ``row = i * gqa + g``. Scores and probabi
 
 from numba import float32, int64
 
-from kvkernels.cpu.columns import F32, I8, I16
+from kvkernels.cpu.columns import BODY, CHUNKED, CURRENT, F32, I8, I16, RING, SLIDING
 from kvkernels.cpu.kernels.dot import call_dot
 from kvkernels.cpu.kernels.jit import inner, kernel
 from kvkernels.cpu.kernels.matrix import call_matrix
@@ -31,17 +31,27 @@ GROUP = 128
     N_HEAD,
     N_KV_HEAD,
     HEAD_DIM,
+    DIM_V,
     SLICE,
     WINDOW,
-    EXACT_N,
+    WINDOW_KIND,
     CAUSAL,
+    EXACT_N,
+    RECORDS,
     K_BYTES,
     V_BYTES,
     SLOTS,
     BLOCKS,
     K_MODE,
     V_MODE,
-) = range(13)
+    K_KIND,
+    V_KIND,
+    RINGS,
+    RING_ROWS,
+    RING_STRIDE,
+    RING_K,
+    RING_V,
+) = range(23)
 # what `softmax_tile` says of a tile
 NONE, SOME, EVERY = range(3)
 # columns of `seqs`
@@ -49,37 +59,49 @@ Q_START, N_Q, N_PAST, TABLE_AT, TWIN_GROUP, MASK_AT, MASK_HEAD, MASK_ROW = range
 
 
 @kernel
-def visible(shape, position, base, n, twin, body):
+def visible(shape, position, base, n, twin, source, cut):
     """[low, high) of the keys ``base .. base + n`` that the query at ``position`` sees in this
     source.
 
-    Rows that exist both as record and as exact row (the twin group) are split by age, so that each
-    is scored once: the newest ``exact_n`` come from the exact side (T6).
+    Keys from ``cut`` on come from the ring of the tail (T6). Rows that exist both as record and as
+    exact row (the twin group) are split by age: the newest ``exact_n`` come from the exact side. So
+    each is scored once.
     """
     low, high = int64(0), int64(n)
-    if shape[WINDOW] > 0:
-        low = max(low, position - shape[WINDOW] + 1 - base)
-        if shape[CAUSAL] == 0:
-            high = min(high, position + shape[WINDOW] - base)
+    width = shape[WINDOW]
+    if width > 0:
+        if shape[WINDOW_KIND] == SLIDING:
+            low = position - width + 1 - base
+            if shape[CAUSAL] == 0:
+                high = min(high, position + width - base)
+        elif shape[WINDOW_KIND] == CHUNKED:
+            low = position // width * width - base
+        else:
+            low = position - width // 2 - base
+            high = min(high, position + width // 2 + 1 - base)
     if shape[CAUSAL] != 0:
         high = min(high, position + 1 - base)
+    if source == RING:
+        low = max(low, cut - base)
+    elif source != CURRENT:
+        high = min(high, cut - base)
     if twin:
         edge = position - shape[EXACT_N] + 1 - base
-        if body:
+        if source == BODY:
             high = min(high, edge)
         else:
             low = max(low, edge)
-    return low, high
+    return max(low, int64(0)), high
 
 
 @inner
-def span(shape, position, queries, base, n, twin, body):
+def span(shape, position, queries, base, n, twin, source, cuts, cut_at):
     """Union over ``queries`` of what they see of a tile: rows outside are never read (B5)."""
     low, high = int64(n), int64(0)
     for i in range(queries):
-        a, b = visible(shape, position + i, base, n, twin, body)
-        if max(a, 0) < b:
-            low, high = min(low, max(a, 0)), max(high, b)
+        a, b = visible(shape, position + i, base, n, twin, source, cuts[cut_at + i])
+        if a < b:
+            low, high = min(low, a), max(high, b)
     return low, high
 
 
@@ -198,18 +220,19 @@ def body_values(
 
 
 @inner
-def exact_scores(q, mats, k, k_at, k_stride, dim, low, high, rows, scores):
+def exact_scores(q, mats, k, k_at, unit, k_stride, dim, low, high, rows, scores):
     """scores[row, t] = q . k[:, t] for the tokens around [low, high), the rest 0; k is [D, tokens].
 
-    Lanes of tokens outside hold garbage (even NaN) until they are hidden: lanes never mix.
+    ``unit``: elements of the array that make one of the matrix. Lanes of tokens outside hold
+    garbage (even NaN) until they are hidden: lanes never mix.
     """
     begin, end = low // 64 * 64, (high + 63) // 64 * 64
     r = int64(0)
     while r < rows:
         size, which = block_of(rows - r)
         call_matrix(
-            mats[which], k, k_at + begin, q, r * dim, scores, r * GROUP + begin, end - begin, dim,
-            k_stride, dim, GROUP,
+            mats[which], k, k_at + begin * unit, q, r * dim, scores, r * GROUP + begin,
+            end - begin, dim, k_stride, dim, GROUP,
         )  # fmt: skip
         r += size
     for r in range(rows):
@@ -235,13 +258,13 @@ def row_scores(q, k, at, stride, dim, n, rows, scores):
 
 
 @inner
-def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o):
+def exact_values(p, mats, v, v_at, unit, v_stride, dim, low, high, rows, tmp, alpha, o):
     """o[row] = o[row] * alpha + sum over t in [low, high) of p[t] * v[t]; v is [tokens, D]."""
     r = int64(0)
     while r < rows:
         size, which = block_of(rows - r)
         call_matrix(
-            mats[which], v, v_at + low * v_stride, p, r * GROUP + low, tmp, r * dim, dim,
+            mats[which], v, v_at + low * v_stride * unit, p, r * GROUP + low, tmp, r * dim, dim,
             high - low, v_stride, GROUP, dim,
         )  # fmt: skip
         r += size
@@ -254,12 +277,12 @@ def exact_values(p, mats, v, v_at, v_stride, dim, low, high, rows, tmp, alpha, o
 
 @inner
 def softmax_tile(
-    shape, seqs, s, h, first, queries, base, n, twin, body, cap, slopes, mask, scores, tops, m,
-    lsum, alpha,
+    shape, seqs, s, h, first, queries, base, n, twin, source, cuts, cap, slopes, mask, scores,
+    tops, known, m, lsum, alpha,
 ):  # fmt: skip
     """Hide and exponentiate one tile for every row of ``queries`` from ``first`` on.
 
-    ``tops``: the largest score of every row, known for a sealed group. Returns NONE when no row
+    ``tops``: the largest score of every row, when ``known``. Returns NONE when no row
     sees any of the tile, EVERY when every row sees all of it, else SOME; a row that sees none of it
     keeps probabilities of exactly 0.
     """
@@ -267,7 +290,8 @@ def softmax_tile(
     some, every = False, True
     for i in range(queries):
         position = seqs[s, N_PAST] + first + i
-        low, high = visible(shape, position, base, n, twin, body)
+        cut = cuts[seqs[s, Q_START] + first + i]
+        low, high = visible(shape, position, base, n, twin, source, cut)
         whole = low <= 0 and high >= GROUP
         for g in range(gqa):
             r, head = i * gqa + g, h * gqa + g
@@ -276,7 +300,7 @@ def softmax_tile(
                 row = head * seqs[s, MASK_HEAD] + (first + i) * seqs[s, MASK_ROW]
                 mask_at = seqs[s, MASK_AT] + row + base
             slope, top = slopes[head], tops[r]
-            as_is = body and whole and mask_at < 0
+            as_is = known and whole and mask_at < 0
             if not as_is or cap > float32(0.0) or slope != float32(0.0):
                 top = prepare_row(
                     scores, r * GROUP, GROUP, low, high, cap, slope, base - position, mask, mask_at
