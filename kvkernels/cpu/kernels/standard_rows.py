@@ -10,7 +10,8 @@ import numpy as np
 
 from kvkernels.cpu.kernels.half import float_to_half, half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
-from kvkernels.cpu.kernels.standard import BF16, BLOCK, GROUP, Q8_0, bits_of, has_minimum
+from kvkernels.cpu.kernels.standard import BF16, BLOCK, Q8_0, bits_of, has_minimum
+from kvkernels.cpu.kernels.tiles import GROUP
 
 _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
 _SIGN = np.uint32(0x80000000)
