@@ -4,6 +4,7 @@ the precision tail into rings).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -13,15 +14,20 @@ from numpy.typing import NDArray
 from kvkernels.calls import CommitCall, TailCall
 from kvkernels.cpu.columns import STANDARD
 from kvkernels.cpu.entries import compiled
+from kvkernels.cpu.pool import ThreadPool
 from kvkernels.memory import ring_stride
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import Side
 
+_ROWS_PER_THREAD = 256
 
-def commit_rows(call: CommitCall, isa: str) -> None:
+
+def commit_rows(call: CommitCall, threads: ThreadPool, isa: str) -> None:
     """Write new rows into their tiles; a tile that a fork shares is copied first."""
     layer, buffers = call.layer, call.buffers
     storage = buffers.storage
+    # A few rows are written before a thread could wake.
+    least = max(1, -(-_ROWS_PER_THREAD // max(1, sum(w.rows for w in call.writes))))
     for side, rows, pool, name in (
         (Side.K, call.k, buffers.k_records, storage.k),
         (Side.V, call.v, buffers.v_records, storage.v),
@@ -31,10 +37,13 @@ def commit_rows(call: CommitCall, isa: str) -> None:
         for w in call.writes:
             if w.row and w.base != w.slot:
                 tiles[:, w.slot] = tiles[:, w.base]
-        writes = np.array([(w.slot, w.row, w.source, w.rows) for w in call.writes], np.int64)
-        compiled(isa, "standard_rows.write_rows")(
-            np.ascontiguousarray(rows), writes, pool, nbytes, STANDARD[name], side is Side.V
-        )
+        spans = np.array([(w.slot, w.row, w.rows, w.source) for w in call.writes], np.int64)
+        if len(spans):
+            write = partial(
+                compiled(isa, "standard_rows.write_rows"), np.ascontiguousarray(rows),
+                STANDARD[name], side is Side.V, pool, buffers.slots, nbytes, spans,
+            )  # fmt: skip
+            threads.ranges(write, layer.n_kv_head, least=least)
 
 
 def commit_tail(call: TailCall, _isa: str) -> None:

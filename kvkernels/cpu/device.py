@@ -155,7 +155,7 @@ class CpuDevice:
             commit(call, self.scratch, self.pool, self.isa)
         elif entry == "cpu/commit_rows":
             _expect(call, CommitCall)
-            commit_rows(call, self.isa)
+            commit_rows(call, self.pool, self.isa)
         elif entry == "cpu/commit_tail":
             _expect(call, TailCall)
             commit_tail(call, self.isa)
