@@ -18,7 +18,7 @@ from kvkernels.cpu.probe import probe_cpu
 from kvkernels.cpu.reference_attend import attend as reference_attend
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, NonFiniteError
-from kvkernels.planner import LayerPlan, attend_op
+from kvkernels.operations import attend_op
 from kvkernels.records.layout import GROUP
 from kvkernels.testing.inputs import SequenceRows
 from kvkernels.testing.model import RowsModel
@@ -33,10 +33,10 @@ def by(cache: Cache, entry: str, n_q: int = 16) -> Cache:
     policy = Policy(entry=entry)
     layers = []
     for planned in cache.plan.layers:
-        op = attend_op(planned.spec, "cpu:0", n_q, cache.plan.limits.n_ctx)
+        op = attend_op(planned.spec, "cpu:0", n_q, cache.plan.limits.n_ctx, planned.storage)
         decision = decide(op, cache.device.table, cache.device.caps, policy)
         assert decision.ok, decision.explain()
-        layers.append(LayerPlan(planned.spec, (decision,), planned.commit))
+        layers.append(dataclasses.replace(planned, attend=(decision,)))
     twin.plan = dataclasses.replace(cache.plan, policy=policy, layers=tuple(layers))
     twin._decisions = {}
     return twin
