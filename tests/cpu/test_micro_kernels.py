@@ -157,7 +157,7 @@ def times(address, m, act, out, n_out, n_red, m_stride):
 def test_rows_times_matrix(kind, rows):
     rng = np.random.default_rng(3)
     dtype = {"float32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16}[kind]
-    for n_out, n_red in ((64, 1), (128, 77), (256, 128), (16, 5), (96, 40)):
+    for n_out, n_red in ((64, 1), (128, 77), (256, 128), (32, 5), (96, 40)):
         m = rng.normal(size=(n_red, n_out + 5)).astype(np.float32).astype(dtype)
         act = rng.normal(size=(rows, n_red)).astype(np.float32)
         out = np.full(rows * n_out + 16, np.nan, np.float32)

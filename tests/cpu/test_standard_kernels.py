@@ -207,18 +207,32 @@ def awkward_rows(n, heads, dim, rng):
     return x
 
 
+def views(pool):
+    return pool, pool.view(np.uint16), pool.view(np.float32)
+
+
+def put(x, layout, pool, blocks, spans, first, last):
+    how = STANDARD[layout.type], layout.side is Side.V
+    room = np.empty(32, np.uint8)
+    write_rows(x, *how, *views(pool), blocks, layout.nbytes, spans, first, last, room)
+
+
+def get(layout, pool, at, spans, out):
+    how = STANDARD[layout.type], layout.side is Side.V
+    read_rows(*views(pool), *how, at, layout.nbytes, spans, out)
+
+
 @pytest.mark.parametrize("side", Side)
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_write_rows_gives_the_bytes_of_the_codecs_however_it_is_cut(name, side):
     rng = np.random.default_rng(10)
-    kind, value = STANDARD[name], side is Side.V
     for dim in DIMS:
         layout, heads, blocks = TileLayout(side, name, dim), 2, 3
         x = awkward_rows(128, heads, dim, rng)
         used = np.array([[2, 0, 128, 0]])
         pool = rng.integers(0, 256, heads * blocks * layout.nbytes).astype(np.uint8)
         whole = pool.copy()
-        write_rows(x, kind, value, whole, blocks, layout.nbytes, used, 0, heads)
+        put(x, layout, whole, blocks, used, 0, heads)
         tiles = whole.reshape(heads, blocks, -1)
         want = layout.pack(np.moveaxis(encode(x, name), 1, 0))
         assert_array_equal(tiles[:, 2], want)
@@ -228,21 +242,21 @@ def test_write_rows_gives_the_bytes_of_the_codecs_however_it_is_cut(name, side):
         for h in (1, 0):
             for t in rng.permutation(128):
                 span = np.array([[2, t, 1, t]])
-                write_rows(x, kind, value, single, blocks, layout.nbytes, span, h, h + 1)
+                put(x, layout, single, blocks, span, h, h + 1)
         assert_array_equal(single, whole)
         # several spans in one call, over two tiles
         parts = pool.copy()
         spans = np.array([[2, 100, 28, 100], [2, 0, 100, 0], [0, 5, 9, 20]])
-        write_rows(x, kind, value, parts, blocks, layout.nbytes, spans, 0, heads)
+        put(x, layout, parts, blocks, spans, 0, heads)
         assert_array_equal(parts.reshape(tiles.shape)[:, 2], want)
         for h in range(heads):
             out = np.full((130, dim), np.nan, np.float32)
             at = h * blocks * layout.nbytes
             with np.errstate(invalid="ignore"):
-                read_rows(parts, kind, value, at, layout.nbytes, spans, out)
+                get(layout, parts, at, spans, out)
             assert_array_equal(out[:128], decode(encode(x[:, h], name), name, dim))
             assert np.isnan(out[128:]).all()
-            read_rows(parts, kind, value, at, layout.nbytes, np.array([[0, 5, 9, 121]]), out)
+            get(layout, parts, at, np.array([[0, 5, 9, 121]]), out)
             assert_array_equal(out[121:], decode(encode(x[20:29, h], name), name, dim))
 
 
@@ -251,9 +265,9 @@ def test_float_rows_round_as_the_codecs_do(name):
     rng = np.random.default_rng(11)
     x = rng.integers(0, 2**32, (128, 1, 64), np.uint32).view(np.float32)
     layout, pool = TileLayout(Side.V, name, 64), np.empty(128 * 128, np.uint8)
-    write_rows(x, STANDARD[name], True, pool, 1, layout.nbytes, np.array([[0, 0, 128, 0]]), 0, 1)
+    put(x, layout, pool, 1, np.array([[0, 0, 128, 0]]), 0, 1)
     out = np.empty((128, 64), np.float32)
-    read_rows(pool, STANDARD[name], True, 0, layout.nbytes, np.array([[0, 0, 128, 0]]), out)
+    get(layout, pool, 0, np.array([[0, 0, 128, 0]]), out)
     want = decode(encode(x[:, 0], name), name, 64)
     assert np.isnan(want).any()
     assert_array_equal(out, want)

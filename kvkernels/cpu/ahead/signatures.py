@@ -31,11 +31,9 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "metric.widen_keys": ("u2*1", "f8*1"),
     "metric.add_moments": ("u2*1", "f8*1", "double", "f8*1", "f8*1", "f8*1", "f8*1"),
     "lines.decode_head": ("u1*1", "bool", "int", "int", "f4*2"),
-    # rows, type, side, pool, its geometry, spans, heads; the same back, for one head
     "standard_rows.write_rows": (
-        "f4*3", "int", "bool", "u1*1", "int", "int", "i8*2", "int", "int",
+        "f4*3", "int", "bool", "u1*1", "u2*1", "f4*1", "int", "int", "i8*2", "int", "int", "u1*1",
     ),
-    "standard_rows.read_rows": ("u1*1", "int", "bool", "int", "int", "i8*2", "f4*2"),
     "prefill.softmax_block": (
         "f4*1", "int", "i8*1", "int", "int", "int", "int", "int", "bool", "int", "float", "f4*1",
         "f4*1", "int", "int", "f4*1", "f4*1", "f4*1",

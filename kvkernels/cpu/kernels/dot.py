@@ -180,9 +180,10 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode
         return None
     width, n_rows, mode_name, isa_name = (x.literal_value for x in literals)
     form, emitter = _MODES[mode_name], EMITTERS[isa_name]
-    # Few rows leave the arithmetic units waiting on one chain of additions, so several blocks of 16
-    # outputs run side by side; the order of additions inside an output never changes.
-    blocks = max(1, 4 // n_rows)
+    # Few rows leave the arithmetic units waiting on one chain of additions, so two blocks of 16
+    # outputs run side by side (four would be no faster, and a block of a standard type has only
+    # two); the order of additions inside an output never changes.
+    blocks = 1 if n_rows > 2 else 2
 
     def codegen(_context, builder, _signature, args):
         codes, act, scales, out, n_out, n_red, ahead = args[:7]
@@ -195,66 +196,57 @@ def _dot_lines(_, codes, act, scales, out, n_out, n_red, ahead, bits, rows, mode
         sums = [
             [cgutils.alloca_once_value(builder, zero) for _ in range(n_rows)] for _ in range(blocks)
         ]
-
-        def sweep(start, count, sums):
-            """``count`` steps of ``len(sums)`` blocks of outputs from block ``start`` on."""
-            side = len(sums)
-            with cgutils.for_range(builder, count) as outer:
-                first = builder.add(start, builder.mul(outer.index, _I64(side)))
-                for slot in (s for block in sums for s in block):
-                    builder.store(zero, slot)
-                bases = [
-                    builder.gep(codes, [builder.mul(builder.add(first, _I64(j)), out_bytes)])
-                    for j in range(side)
-                ]
-                with cgutils.for_range(builder, n_blocks) as inner:
-                    at = builder.mul(inner.index, _I64(_LINE_BYTES * width))
-                    red = builder.mul(inner.index, _I64(_RED * form.row_bytes // form.halves))
-                    acts = [builder.gep(row, [red]) for row in act_rows]
-                    block_scales = None
-                    if mode_name == "i8":
-                        block_scales = [
-                            builder.gep(
-                                scales,
-                                [builder.add(builder.mul(n_blocks, _I64(r)), inner.index)],
-                            )
-                            for r in range(n_rows)
-                        ]
-                    for base, block in zip(bases, sums, strict=True):
-                        for s in range(width):
-                            line = builder.add(builder.add(at, ahead), _I64(_LINE_BYTES * s))
-                            prefetch_value(builder, builder.gep(base, [line]))
-                        words = [
-                            load_value(
-                                builder,
-                                builder.gep(base, [builder.add(at, _I64(_LINE_BYTES * s))]),
-                                I32V,
-                                4,
-                            )
-                            for s in range(width)
-                        ]
-                        form.block(
-                            builder, words, width, acts, n_rows, block,
-                            emitter=emitter, scales=block_scales, n_red=n_red,
-                        )  # fmt: skip
-                at = builder.mul(first, _I64(LANES))
-                for j, block in enumerate(sums):
-                    for r, slot in enumerate(block):
-                        value = builder.load(slot)
-                        if form.totals:
-                            scale = builder.load(builder.gep(scales, [_I64(r)]))
-                            value = builder.fmul(
-                                builder.sitofp(value, F32V), splat_value(builder, scale, F32V)
-                            )
-                        index = builder.add(at, builder.mul(n_out, _I64(r)))
-                        target = builder.gep(out, [builder.add(index, _I64(LANES * j))])
-                        builder.store(value, builder.bitcast(target, F32V.as_pointer())).align = 4
-
-        steps = builder.sdiv(n_out, _I64(LANES * blocks))
-        sweep(_I64(0), steps, sums)
-        if blocks > 1:
-            done = builder.mul(steps, _I64(blocks))
-            sweep(done, builder.sub(builder.sdiv(n_out, _I64(LANES)), done), sums[:1])
+        step = LANES * blocks
+        with cgutils.for_range(builder, builder.sdiv(n_out, _I64(step))) as outer:
+            for slot in (s for block in sums for s in block):
+                builder.store(zero, slot)
+            first = builder.mul(outer.index, _I64(blocks))
+            bases = [
+                builder.gep(codes, [builder.mul(builder.add(first, _I64(j)), out_bytes)])
+                for j in range(blocks)
+            ]
+            with cgutils.for_range(builder, n_blocks) as inner:
+                at = builder.mul(inner.index, _I64(_LINE_BYTES * width))
+                red = builder.mul(inner.index, _I64(_RED * form.row_bytes // form.halves))
+                acts = [builder.gep(row, [red]) for row in act_rows]
+                block_scales = None
+                if mode_name == "i8":
+                    block_scales = [
+                        builder.gep(
+                            scales,
+                            [builder.add(builder.mul(n_blocks, _I64(r)), inner.index)],
+                        )
+                        for r in range(n_rows)
+                    ]
+                for base, block in zip(bases, sums, strict=True):
+                    for s in range(width):
+                        line = builder.add(builder.add(at, ahead), _I64(_LINE_BYTES * s))
+                        prefetch_value(builder, builder.gep(base, [line]))
+                    words = [
+                        load_value(
+                            builder,
+                            builder.gep(base, [builder.add(at, _I64(_LINE_BYTES * s))]),
+                            I32V,
+                            4,
+                        )
+                        for s in range(width)
+                    ]
+                    form.block(
+                        builder, words, width, acts, n_rows, block,
+                        emitter=emitter, scales=block_scales, n_red=n_red,
+                    )  # fmt: skip
+            at = builder.mul(outer.index, _I64(step))
+            for j, block in enumerate(sums):
+                for r, slot in enumerate(block):
+                    value = builder.load(slot)
+                    if form.totals:
+                        scale = builder.load(builder.gep(scales, [_I64(r)]))
+                        value = builder.fmul(
+                            builder.sitofp(value, F32V), splat_value(builder, scale, F32V)
+                        )
+                    index = builder.add(at, builder.mul(n_out, _I64(r)))
+                    target = builder.gep(out, [builder.add(index, _I64(LANES * j))])
+                    builder.store(value, builder.bitcast(target, F32V.as_pointer())).align = 4
         return _context.get_dummy_value()
 
     return types.void(codes, act, scales, out, *(types.int64,) * 3, *literals), codegen
@@ -264,7 +256,7 @@ def dot_kernel(bits, rows, mode, isa):
     """The compiled micro-kernel (cached on disk).
 
     C signature: ``void(const uint8 *codes, const uint8 *act, const float *scales, float *out, int64
-    n_out, int64 n_red)``; n_out a multiple of 16, n_red of 32; rows of act, scales and out are
+    n_out, int64 n_red)``; n_out and n_red multiples of 32; rows of act, scales and out are
     contiguous.
     """
 

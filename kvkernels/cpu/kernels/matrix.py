@@ -91,8 +91,9 @@ def _rows_times(_, m, act, out, n_out, n_red, m_stride, act_stride, out_stride, 
 
         steps = builder.sdiv(n_out, _I64(LANES * blocks))
         sweep(_I64(0), steps, sums)
-        done = builder.mul(steps, _I64(LANES * blocks))
-        sweep(done, builder.sdiv(builder.sub(n_out, done), _I64(LANES)), sums[:1])
+        if blocks > 2:
+            done = builder.mul(steps, _I64(LANES * blocks))
+            sweep(done, builder.sdiv(builder.sub(n_out, done), _I64(LANES * 2)), sums[:2])
         return _context.get_dummy_value()
 
     return types.void(m, act, out, *(types.int64,) * 5, rows, kind), codegen
@@ -102,7 +103,7 @@ def matrix_kernel(rows, kind):
     """The compiled micro-kernel for that many rows; ``kind``: index of the elements in ``KINDS``.
 
     C signature: ``void(const void *m, const float *act, float *out, int64 n_out, int64 n_red, int64
-    m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 16, strides in elements.
+    m_stride, int64 act_stride, int64 out_stride)``; n_out a multiple of 32, strides in elements.
     """
 
     @callback(_SIGNATURE)

@@ -35,7 +35,8 @@ from kvkernels.cpu.kernels.softmax import MINUS_INF
 from kvkernels.cpu.kernels.tiles import GROUP, block_of, fold_row, times_codes
 
 BLOCK = 32
-BF16, Q8_0, Q5_1, Q5_0, Q4_1 = (STANDARD[name] for name in ("bf16", "q8_0", "q5_1", "q5_0", "q4_1"))
+FLOAT32, BF16 = STANDARD["f32"], STANDARD["bf16"]
+Q8_0, Q5_1, Q5_0, Q4_1 = (STANDARD[name] for name in ("q8_0", "q5_1", "q5_0", "q4_1"))
 
 
 @inner

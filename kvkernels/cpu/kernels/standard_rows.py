@@ -7,91 +7,85 @@ are. Two threads must not write the same tile.
 """
 
 import numpy as np
+from numba import int64
 
-from kvkernels.cpu.kernels.half import float_to_half, half_to_float
+from kvkernels.cpu.kernels.half import bf16_to_float, float_to_bf16, float_to_half, half_to_float
 from kvkernels.cpu.kernels.jit import exact_inner, exact_kernel
-from kvkernels.cpu.kernels.standard import BF16, BLOCK, Q8_0, bits_of, has_minimum
+from kvkernels.cpu.kernels.simd import (
+    hmax,
+    load,
+    splat,
+    vabs,
+    vmax,
+    vmin,
+    zero_unless_positive,
+)
+from kvkernels.cpu.kernels.standard import BF16, BLOCK, FLOAT32, Q8_0, bits_of, has_minimum
 from kvkernels.cpu.kernels.tiles import GROUP
+from kvkernels.cpu.kernels.wide import (
+    either,
+    field,
+    half_away,
+    load_codes,
+    load_words,
+    product,
+    store_whole,
+    store_words,
+)
 
 _HALF, _ONE, _ZERO = np.float32(0.5), np.float32(1.0), np.float32(0.0)
-_SIGN = np.uint32(0x80000000)
+#: above every finite quotient, below infinity
+_LIMIT = np.float32(2.0**20)
+_128, _NONE = np.float32(128.0), np.int64(0)
 
 
 @exact_inner
-def _to_bf16(bits):
-    """float32 bits -> bf16 bits, nearest even; NaN stays NaN."""
-    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.uint16(0x7FC0)
-    odd = (bits >> np.uint32(16)) & np.uint32(1)
-    return np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+def _first(x, at, size):
+    """The first value of that magnitude in a block."""
+    for i in range(at, at + BLOCK):
+        if abs(x[i]) == size:
+            return x[i]
+    return _ZERO
 
 
 @exact_inner
-def _inverse(scale):
-    return _ONE / scale if scale != _ZERO else _ZERO
-
-
-@exact_inner
-def _whole(value, top):
-    """Towards zero, at most ``top``; infinities and NaN, of a scale without an inverse, are 0."""
-    return np.uint8(min(value, top)) if abs(value) < np.float32(np.inf) else np.uint8(0)
-
-
-@exact_inner
-def _signed(x, codes):
-    """q8_0: 32 values -> codes + 128; returns the scale."""
-    largest = _ZERO
-    for i in range(BLOCK):
-        largest = max(largest, abs(x[i]))
-    scale = largest / np.float32(127.0)
-    inverse = _inverse(scale)
-    for i in range(BLOCK):
-        value = x[i] * inverse
-        size = abs(value)
-        if not size < np.float32(1024.0):  # infinite or NaN
-            size = _ZERO
-        # Halves away from zero, without adding 0.5: the float32 below 0.5 would round up to 1.
-        whole = np.int32(size)
-        whole += np.int32(size - np.float32(whole) >= _HALF)
-        codes[i] = np.uint8(128 - whole if value < _ZERO else 128 + whole)
-    return scale
-
-
-@exact_inner
-def _from_peak(x, bits, codes):
-    """q5_0, q4_0: the value of largest magnitude, the first of equals, gets code 0."""
-    peak, largest = _ZERO, _ZERO
-    for i in range(BLOCK):
-        if abs(x[i]) > largest:
-            peak, largest = x[i], abs(x[i])
-    offset = np.float32(1 << (bits - 1))
-    scale = peak / -offset
-    inverse, shift, top = _inverse(scale), offset + _HALF, np.float32((1 << bits) - 1)
-    for i in range(BLOCK):
-        codes[i] = _whole(x[i] * inverse + shift, top)
-    return scale
-
-
-@exact_inner
-def _from_minimum(x, bits, codes):
-    """q5_1, q4_1: (scale, minimum)."""
-    low, high = x[0], x[0]
-    for i in range(1, BLOCK):  # of -0.0 and +0.0 the first one counts
-        if x[i] < low:
-            low = x[i]
-        if x[i] > high:
-            high = x[i]
-    top = np.float32((1 << bits) - 1)
-    scale = (high - low) / top
-    inverse = _inverse(scale)
-    for i in range(BLOCK):
-        codes[i] = _whole((x[i] - low) * inverse + _HALF, top)
-    return scale, low
+def _encode(x, at, kind, bits, codes):
+    """Codes of the 32 values from ``at`` on; returns (scale, minimum)."""
+    a, c = load(x, at), load(x, at + 16)
+    high, low = hmax(vmax(a, c)), -hmax(vmax(splat(_ZERO) - a, splat(_ZERO) - c))
+    steps, shift, start = np.float32((1 << bits) - 1), _HALF, _ZERO
+    if has_minimum(kind):
+        # Of -0.0 and +0.0 the first one counts.
+        start = _first(x, at, _ZERO) if low == _ZERO else low
+        scale = abs(high - start) / steps
+    elif kind == Q8_0:
+        scale = abs(max(high, -low)) / np.float32(127.0)
+    else:
+        # The value of largest magnitude, the first of equals, gets code 0; zeros count as +0.0.
+        peak = high if high > -low else low
+        if high == -low:
+            peak = _first(x, at, high) if high != _ZERO else _ZERO
+        middle = np.float32(1 << (bits - 1))
+        scale, shift = peak / -middle, middle + _HALF
+    inverse = _ONE / scale if scale != _ZERO else _ZERO
+    for i in range(0, BLOCK, 16):
+        value = product(load(x, at + i) - splat(start), splat(inverse))
+        if kind != Q8_0:
+            value = value + splat(shift)
+        # Infinities and NaN, of a scale without an inverse, are 0.
+        size = zero_unless_positive(vabs(value), splat(_LIMIT) - vabs(value))
+        if kind == Q8_0:
+            size = half_away(size)
+            value = zero_unless_positive(size + size, value) + (splat(_128) - size)
+        else:
+            value = vmin(size, splat(steps))
+        store_whole(codes, i, value)
+    return scale, start
 
 
 @exact_inner
 def _put_key(codes, bits, tile, at, token):
-    """32 codes of a token into a line tile of 128 outputs: its bytes hold nothing else."""
+    """32 codes of a token into the line tile of a block: its bytes hold nothing else."""
     at += token // 16 * 64 * bits + token % 16 * 4
     if bits == 8:
         for c in range(BLOCK):
@@ -109,41 +103,39 @@ def _put_key(codes, bits, tile, at, token):
 
 
 @exact_inner
+def _merge(tile, at, codes, down, mask, left):
+    """Bits ``down ..`` of 16 codes into a line, from bit ``left`` of its words on."""
+    kept = field(load_words(tile, at), _NONE, ~(mask << left), _NONE)
+    store_words(tile, at, either(kept, field(codes, down, mask, left)))
+
+
+@exact_inner
 def _put_value(codes, bits, tile, at, token):
-    """32 codes of a token into a line tile of 128 reductions, beside those of other tokens."""
-    line, quad = at + token // 32 * 64 * bits + token % 4, token % 32 // 4
-    for c in range(BLOCK):
-        # blocks of 16 outputs, each with 128 / 32 blocks of reductions
-        byte = line + c // 16 * 4 * 64 * bits + c % 16 * 4
-        if bits == 8:
-            tile[byte + quad * 64] = codes[c]
-            continue
-        main, down = byte + quad % 4 * 64, np.uint8(quad // 4 * 4)
-        kept = tile[main] & ~(np.uint8(15) << down)
-        tile[main] = kept | ((codes[c] & np.uint8(15)) << down)
+    """32 codes of a token into the line tile of a block, beside those of other tokens."""
+    main, quad, byte = 8 if bits == 8 else 4, token % 32 // 4, 8 * (token % 4)
+    for out in range(2):
+        part, line = load_codes(codes, 16 * out), at + (4 * out + token // 32) * 64 * bits
+        left = byte + quad // main * main
+        _merge(tile, line + quad % main * 64, part, _NONE, (1 << main) - 1, left)
         if bits == 5:
-            kept = tile[byte + 256] & ~(np.uint8(1) << np.uint8(quad))
-            tile[byte + 256] = kept | ((codes[c] >> np.uint8(4)) << np.uint8(quad))
+            _merge(tile, line + 256, part, int64(4), int64(1), byte + quad)
 
 
 @exact_inner
-def _code_at(bits, is_value, tile, at, token, c):
-    """The code of a token and channel of one block, whose line tile begins at ``at``."""
+def _field(bits, is_value, token, c):
+    """(byte in the line tile of a block, bit of the low code bits in it, byte and bit of the fifth
+    code bit) of a token and a channel of the block.
+    """
     out, red = (c, token) if is_value else (token, c)
-    depth = 4 if is_value else 1  # blocks of 32 reductions
+    depth, main = 4 if is_value else 1, 8 if bits == 8 else 4
     quad = red % 32 // 4
-    byte = at + (out // 16 * depth + red // 32) * 64 * bits + out % 16 * 4 + red % 4
-    if bits == 8:
-        return np.int32(tile[byte + quad * 64])
-    code = (np.int32(tile[byte + quad % 4 * 64]) >> (quad // 4 * 4)) & 15
-    if bits == 5:
-        code |= ((np.int32(tile[byte + 256]) >> quad) & 1) << 4
-    return code
+    byte = (out // 16 * depth + red // 32) * 64 * bits + out % 16 * 4 + red % 4
+    return byte + quad % main * 64, quad // main * 4, byte + 256, quad
 
 
 @exact_inner
-def _element_at(is_value, dim, token, d):
-    """Element of a float tile."""
+def _element(is_value, dim, token, d):
+    """Index of an element in a float tile."""
     return token * ((dim + 63) // 64 * 64) + d if is_value else d * GROUP + token
 
 
@@ -151,48 +143,39 @@ def _element_at(is_value, dim, token, d):
 def _write_floats(row, kind, is_value, floats, halves, at, token):
     """A row into a float tile at byte ``at``; V rows are filled up with zeros."""
     dim = row.shape[0]
-    bits = row.view(np.uint32)
-    padded = (dim + 63) // 64 * 64 if is_value else dim
-    for d in range(padded):
-        i = _element_at(is_value, dim, token, d)
-        inside = d < dim
-        if kind == 0:
-            floats[at // 4 + i] = row[d] if inside else _ZERO
-        elif kind == BF16:
-            halves[at // 2 + i] = _to_bf16(bits[d]) if inside else np.uint16(0)
+    for d in range((dim + 63) // 64 * 64 if is_value else dim):
+        value = row[d] if d < dim else _ZERO
+        i = _element(is_value, dim, token, d)
+        if kind == FLOAT32:
+            floats[at // 4 + i] = value
         else:
-            halves[at // 2 + i] = float_to_half(row[d]) if inside else np.uint16(0)
+            halves[at // 2 + i] = float_to_bf16(value) if kind == BF16 else float_to_half(value)
 
 
 @exact_kernel
-def write_rows(x, kind, is_value, pool, blocks, tile_bytes, spans, first_head, last_head):
+def write_rows(
+    x, kind, is_value, pool, halves, floats, blocks, tile_bytes, spans, first_head, last_head, codes
+):  # fmt: skip
     """Encode rows of heads ``first_head .. last_head`` of x float32 [rows, heads, D].
 
-    pool: uint8 [heads, blocks, tile_bytes], flat; kind: of ``columns.STANDARD``. x is finite.
+    pool: uint8 [heads, blocks, tile_bytes], flat; halves, floats: its uint16 and float32 views;
+    kind: of ``columns.STANDARD``; codes: room for 32 bytes. x is finite.
     """
-    dim = x.shape[2]
-    floats, halves = pool.view(np.float32), pool.view(np.uint16)
-    bits, codes = bits_of(kind), np.empty(BLOCK, np.uint8)
+    dim, bits = x.shape[2], bits_of(kind)
     piece, n_blocks = GROUP * BLOCK // 8 * bits, dim // BLOCK
     for h in range(first_head, last_head):
         for s in range(spans.shape[0]):
             at = (h * blocks + spans[s, 0]) * tile_bytes
             for i in range(spans[s, 2]):
                 token, row = spans[s, 1] + i, x[spans[s, 3] + i, h]
-                if kind < Q8_0:
+                if bits == 0:
                     _write_floats(row, kind, is_value, floats, halves, at, token)
-                    continue
-                for b in range(n_blocks):
-                    part = row[b * BLOCK : (b + 1) * BLOCK]
+                for b in range(n_blocks if bits > 0 else 0):
+                    scale, low = _encode(row, b * BLOCK, kind, bits, codes)
                     axis = (at + n_blocks * piece) // 2 + b * GROUP + token
-                    if kind == Q8_0:
-                        scale = _signed(part, codes)
-                    elif has_minimum(kind):
-                        scale, low = _from_minimum(part, bits, codes)
-                        halves[axis + n_blocks * GROUP] = float_to_half(low)
-                    else:
-                        scale = _from_peak(part, bits, codes)
                     halves[axis] = float_to_half(scale)
+                    if has_minimum(kind):
+                        halves[axis + n_blocks * GROUP] = float_to_half(low)
                     if is_value:
                         _put_value(codes, bits, pool, at + b * piece, token)
                     else:
@@ -200,30 +183,33 @@ def write_rows(x, kind, is_value, pool, blocks, tile_bytes, spans, first_head, l
 
 
 @exact_kernel
-def read_rows(pool, kind, is_value, head_at, tile_bytes, spans, out):
+def read_rows(pool, halves, floats, kind, is_value, head_at, tile_bytes, spans, out):
     """Decode rows of one head, whose first tile is at byte ``head_at``, into float32 [rows, D]."""
-    dim = out.shape[1]
-    floats, halves = pool.view(np.float32), pool.view(np.uint16)
-    bits = bits_of(kind)
+    dim, bits = out.shape[1], bits_of(kind)
     piece, n_blocks = GROUP * BLOCK // 8 * bits, dim // BLOCK
-    offset = np.int32(1 << (bits - 1)) if bits > 0 and not has_minimum(kind) else np.int32(0)
+    middle, mask = 1 << (bits - 1) if bits > 0 else 0, 255 if bits == 8 else 15
     for s in range(spans.shape[0]):
         at = head_at + spans[s, 0] * tile_bytes
         for i in range(spans[s, 2]):
             token, row = spans[s, 1] + i, out[spans[s, 3] + i]
             for d in range(dim):
-                e = _element_at(is_value, dim, token, d)
-                if kind == 0:
-                    row[d] = floats[at // 4 + e]
-                elif kind == BF16:
-                    row.view(np.uint32)[d] = np.uint32(halves[at // 2 + e]) << np.uint32(16)
-                elif kind < Q8_0:
-                    row[d] = half_to_float(halves[at // 2 + e])
+                if bits == 0:
+                    e = _element(is_value, dim, token, d)
+                    if kind == FLOAT32:
+                        row[d] = floats[at // 4 + e]
+                    else:
+                        half = halves[at // 2 + e]
+                        row[d] = bf16_to_float(half) if kind == BF16 else half_to_float(half)
+                    continue
+                b = d // BLOCK
+                main, bit, extra, top = _field(bits, is_value, token, d % BLOCK)
+                code = (int64(pool[at + b * piece + main]) >> bit) & mask
+                if bits == 5:
+                    code |= ((int64(pool[at + b * piece + extra]) >> top) & 1) << 4
+                axis = (at + n_blocks * piece) // 2 + b * GROUP + token
+                scale = half_to_float(halves[axis])
+                if has_minimum(kind):
+                    low = half_to_float(halves[axis + n_blocks * GROUP])
+                    row[d] = np.float32(code) * scale + low
                 else:
-                    b = d // BLOCK
-                    axis = (at + n_blocks * piece) // 2 + b * GROUP + token
-                    code = _code_at(bits, is_value, pool, at + b * piece, token, d % BLOCK)
-                    value = np.float32(code - offset) * half_to_float(halves[axis])
-                    if has_minimum(kind):
-                        value += half_to_float(halves[axis + n_blocks * GROUP])
-                    row[d] = value
+                    row[d] = np.float32(code - middle) * scale

@@ -128,6 +128,12 @@ def store_whole(_, array, index, value):
 
 
 @intrinsic
+def product(_, a, b):
+    """a * b of float32 lanes, never fused with what is done to it."""
+    return F32x16(F32x16, F32x16), lambda _c, builder, _s, args: builder.fmul(*args)
+
+
+@intrinsic
 def half_away(_, value):
     """Float32 lanes >= 0 rounded to whole numbers, halves up, exactly."""
 
@@ -275,6 +281,18 @@ def load_codes(_, array, index):
         kind = ir.VectorType(ir.IntType(8), LANES)
         pointer = _element(context, builder, sig.args[0], *args)
         return builder.zext(load_value(builder, pointer, kind, 1), I32V)
+
+    return I32x16(array, types.int64), codegen
+
+
+@intrinsic
+def load_words(_, array, index):
+    """64 bytes of a uint8 array as int32 lanes, little endian."""
+    if array.dtype != types.uint8:
+        return None
+
+    def codegen(context, builder, sig, args):
+        return load_value(builder, _element(context, builder, sig.args[0], *args), I32V, 1)
 
     return I32x16(array, types.int64), codegen
 
