@@ -219,7 +219,7 @@ class RowsModel:
     ) -> F64:  # fmt: skip
         spec = self.spec
         h = head // spec.gqa
-        score = np.zeros(see.shape)
+        score: F64 = np.zeros(see.shape)
         for keys, _, pick in sources:
             score += np.where(pick, spec.scale * (q @ keys[:, h].T), 0.0)
         if spec.softcap > 0:  # the cap first, then every bias (B1, F17)
