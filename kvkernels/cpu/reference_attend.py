@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.errors import InputError
+from kvkernels.op import WINDOW_KINDS
+from kvkernels.values import name_of
 
 F64 = NDArray[np.float64]
 
@@ -30,19 +32,29 @@ def alibi_slopes(n_head: int, max_bias: float) -> F64:
 
 
 def visible(
-    q_pos: NDArray[Any], k_pos: NDArray[Any], *, causal: bool = True, window: int | None = None
+    q_pos: NDArray[Any],
+    k_pos: NDArray[Any],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    window_kind: str = "sliding",
 ) -> NDArray[np.bool_]:
     """bool ``[n_q, n_kv]``: rule B4. A negative key position marks an unused row: never visible.
 
-    The window W counts the query itself: i - W < j <= i. Without ``causal`` it is symmetric,
-    abs(i - j) < W.
+    A window of W shows the query at i the key at j: ``sliding`` i - W < j (W counts the query
+    itself; without ``causal`` it is symmetric, abs(i - j) < W); ``chunked`` j >= i // W * W;
+    ``symmetric`` abs(i - j) <= W // 2. With ``causal`` j <= i besides.
     """
     i, j = np.asarray(q_pos, np.int64)[:, None], np.asarray(k_pos, np.int64)[None, :]
+    name_of("window_kind", window_kind, WINDOW_KINDS)
     see = np.broadcast_to(j >= 0, (i.shape[0], j.shape[1]))
     if causal:
         see = see & (j <= i)
-    if window is not None:
-        see = see & (np.abs(i - j) < window)
+    if window is not None and window_kind == "chunked":
+        see = see & (j >= i // window * window)
+    elif window is not None:
+        reach = window // 2 if window_kind == "symmetric" else window - 1
+        see = see & (np.abs(i - j) <= reach)
     return see
 
 
@@ -57,6 +69,7 @@ def attend(
     softcap: float = 0.0,
     alibi_max_bias: float = 0.0,
     window: int | None = None,
+    window_kind: str = "sliding",
     causal: bool = True,
     mask: NDArray[Any] | None = None,
     sink_logits: NDArray[Any] | None = None,
@@ -80,7 +93,7 @@ def attend(
     if v.shape[:2] != (n_kv, n_kv_head) or q.shape[2] != d:
         raise InputError("k, v", found=f"{k.shape}, {v.shape}", needed=f"to match q {q.shape}")
     gqa = n_head // n_kv_head
-    see = visible(q_pos, k_pos, causal=causal, window=window)
+    see = visible(q_pos, k_pos, causal=causal, window=window, window_kind=window_kind)
     slopes = alibi_slopes(n_head, alibi_max_bias)
     full = None if mask is None else np.broadcast_to(mask, (n_head, n_q, n_kv))
     additive = full is not None and full.dtype != np.bool_

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.op import LayerSpec
-from kvkernels.testing.cases import Case
+from kvkernels.testing.case import Case
 
 Rows = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 _CUTS = (1, 3, 130, 200, 128, 57, 511)
@@ -91,11 +91,12 @@ def mask(case: Case, index: int) -> Any:
     kind, _, how = case.mask.partition("-")
     source = rng("mask", case.id, index)
     if kind == "hidden":
-        return _hidden(how, n_q, n_kv, case.past[index])
+        return _hidden(how, n_q, n_kv, case.past[index], source)
 
     def values(shape: tuple[int, ...]) -> NDArray[Any]:
-        see = source.random(shape) < 0.7
-        if kind == "bool":
+        # Sparse: most rows are seen by some heads only, so that a union over heads matters.
+        see = source.random(shape) < (0.2 if kind == "sparse" else 0.7)
+        if kind in ("bool", "sparse"):
             return see
         dtype = {"add16": np.float16, "add64": np.float64}.get(kind, np.float32)
         return np.where(see, source.normal(size=shape), -np.inf).astype(dtype)
@@ -114,8 +115,10 @@ def mask(case: Case, index: int) -> Any:
     return values((heads, n_q, n_kv))
 
 
-def _hidden(how: str, n_q: int, n_kv: int, past: int) -> NDArray[np.bool_]:
-    """Masks that leave rows or whole tiles with nothing to see (F13)."""
+def _hidden(
+    how: str, n_q: int, n_kv: int, past: int, source: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Masks that leave rows or whole tiles with nothing to see (F13), or gaps in the newest."""
     see = np.ones((n_q, n_kv), np.bool_)
     if how == "rows":
         see[[*range(min(14, n_q - 1)), 15 % n_q, n_q - 1]] = False
@@ -123,6 +126,9 @@ def _hidden(how: str, n_q: int, n_kv: int, past: int) -> NDArray[np.bool_]:
         see[:] = False
     elif how == "tile":  # the first group is hidden, later keys are not
         see[:, :128] = False
+    elif how == "newest":  # half of the 100 rows before the step, others for every query (T6)
+        first = max(0, past - 100)
+        see[:, first:past] = source.random((n_q, past - first)) < 0.5
     elif how == "body":  # nothing but the step's own rows, and for every other query not even those
         see[:, :past] = False
         see[::2] = False

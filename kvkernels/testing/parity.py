@@ -19,14 +19,14 @@ from kvkernels.backend import Device
 from kvkernels.cache import Cache
 from kvkernels.capabilities import Route
 from kvkernels.dispatch import Decision, Policy, decide
-from kvkernels.errors import KvkError, UnsupportedOp
+from kvkernels.errors import KvkError, RequestError, UnsupportedOp
 from kvkernels.op import OpKind
 from kvkernels.planner import Limits, Plan, plan
 from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
 from kvkernels.testing.compare import ALWAYS_FLOAT32, Comparison, compare, exact_zeros, limits_of
-from kvkernels.testing.model import RowsModel
+from kvkernels.testing.model import RowsModel, model_of
 from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
 
 SCHEMA = "kvk.parity/1"
@@ -98,7 +98,11 @@ def _results(
     try:
         planned = plan([case.layer], device, limits, Policy(allow_unqualified=True))
     except UnsupportedOp as refusal:
-        yield _refused(device, case, refusal.decisions)
+        rows = [row for decision in refusal.decisions for row in decision.considered]
+        yield _refused(device, case, (reason.id for row in rows for reason in row.reasons))
+        return
+    except RequestError as refusal:  # a request that no device could meet (A3)
+        yield _refused(device, case, (refusal.field,))
         return
     except Exception as error:
         yield _failed(device, case, None, error)
@@ -128,9 +132,8 @@ def _results(
         yield result
 
 
-def _refused(device: Device, case: Case, decisions: tuple[Decision, ...]) -> Result:
-    rows = [row for decision in decisions for row in decision.considered]
-    ids = dict.fromkeys(reason.id for row in rows for reason in row.reasons)
+def _refused(device: Device, case: Case, reasons: Iterable[str]) -> Result:
+    ids = dict.fromkeys(reasons)
     passed = case.must_be == REFUSE and any(wanted in ids for wanted in case.reasons)
     return Result(
         case=case.id, device=device.caps.id, entry=None, route=str(Route.REFUSE), outcome=REFUSED,
@@ -157,7 +160,8 @@ class Bench:
         guarded: Any = GuardedDevice(device, self.guards)
         self.cache = Cache(dataclasses.replace(planned, device=guarded))
         sequences = inputs.of_case(case)
-        models = [RowsModel(case.layer) for _ in sequences]
+        tails = getattr(planned, "tails", ())  # one layer, so one group
+        models = [model_of(case.layer, *tails) for _ in sequences]
         self._fill(sequences, models)
         poison_unused(self.cache)
         parts = [rows.part(past) for rows, past in zip(sequences, case.past, strict=True)]

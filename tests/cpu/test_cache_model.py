@@ -134,6 +134,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for seq in self.known():
             for layer, model in enumerate(self.twin.models[seq]):
+                if not model.keeps_records:
+                    continue
                 for name, stored in contents(self.twin.cache, layer, seq).items():
                     if " " not in name:
                         sides = model.record_bytes(int(name[1:]))
@@ -142,9 +144,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert idle(self.twin.cache)
 
 
-def run(max_examples: int, steps: int) -> None:
+def run(max_examples: int, steps: int, machine: type[CacheMachine] = CacheMachine) -> None:
     run_state_machine_as_test(
-        CacheMachine,
+        machine,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
