@@ -16,7 +16,7 @@ from kvkernels.cpu.columns import STANDARD
 from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.pool import ThreadPool
 from kvkernels.memory import ring_stride
-from kvkernels.quants.tiles import TileLayout
+from kvkernels.quants.tiles import BLOCK, TileLayout
 from kvkernels.records.layout import Side
 
 _ROWS_PER_THREAD = 256
@@ -39,11 +39,16 @@ def commit_rows(call: CommitCall, threads: ThreadPool, isa: str) -> None:
                 tiles[:, w.slot] = tiles[:, w.base]
         spans = np.array([(w.slot, w.row, w.rows, w.source) for w in call.writes], np.int64)
         if len(spans):
-            write = partial(
-                compiled(isa, "standard_rows.write_rows"), np.ascontiguousarray(rows),
-                STANDARD[name], side is Side.V, pool, buffers.slots, nbytes, spans,
+            views = (pool, pool.view(np.uint16), pool.view(np.float32))
+            fixed = (
+                np.ascontiguousarray(rows), STANDARD[name], side is Side.V, *views, buffers.slots,
+                nbytes, spans,
             )  # fmt: skip
-            threads.ranges(write, layer.n_kv_head, least=least)
+            threads.ranges(partial(_write, isa, fixed), layer.n_kv_head, least=least)
+
+
+def _write(isa: str, fixed: tuple[Any, ...], start: int, stop: int) -> None:
+    compiled(isa, "standard_rows.write_rows")(*fixed, start, stop, np.empty(BLOCK, np.uint8))
 
 
 def commit_tail(call: TailCall, _isa: str) -> None:

@@ -14,6 +14,7 @@ from kvkernels.op import AttentionOp, LayerSpec
 from kvkernels.operations import attend_op
 from kvkernels.planner import ACTIVATIONS
 from kvkernels.records.layout import GROUP, HeadLayout, Side
+from kvkernels.storage import Storage
 
 NATIVE, ANY, REFUSE = "native", "any", "refuse"
 _HALF = 2
@@ -102,10 +103,12 @@ class Case:
         k = HeadLayout(Side.K, spec.k_bits, spec.head_dim).nbytes
         return spec.n_kv_head * (k + HeadLayout(Side.V, spec.v_bits, spec.head_dim).nbytes)
 
-    def op(self, device: str, **facts: Any) -> AttentionOp:
-        """The operation that stands for the case in a decision: its largest sequence."""
+    def op(self, device: str, storage: Storage | None = None, **facts: Any) -> AttentionOp:
+        """The operation that stands for the case in a decision: its largest sequence.
+        ``storage``: what a plan made of the layer.
+        """
         return attend_op(
-            self.layer, device, max(self.n_q), self.n_ctx, n_seq=len(self.n_q), **facts
+            self.layer, device, max(self.n_q), self.n_ctx, storage, n_seq=len(self.n_q), **facts
         )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvkernels.cpu.reference_attend import alibi_slopes, visible
 from kvkernels.op import LayerSpec
 from kvkernels.request import Representation, ResolvedTail
+from kvkernels.storage import EXACT_TYPES
 from kvkernels.testing.model_rows import (
     F64,
     Bytes,
@@ -40,7 +41,8 @@ def model_of(spec: LayerSpec, resolved: ResolvedTail | None = None) -> RowsModel
     dtype = str(resolved.dtype)
     covered = resolved.representation is Representation.NATIVE_EXACT
     if covered and spec.window is None:
-        plain = replace(spec, k=dtype, v=dtype, sink_tokens=0, tail=0, tail_dtype=None)
+        k, v = (t if t in EXACT_TYPES else dtype for t in (spec.k, spec.v))
+        plain = replace(spec, k=k, v=v, sink_tokens=0, tail=0, tail_dtype=None)
         return RowsModel(plain)
     return RowsModel(
         spec,

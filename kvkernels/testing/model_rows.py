@@ -15,6 +15,7 @@ from kvkernels import quants
 from kvkernels.cpu import reference, reference_aware
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP, Side
+from kvkernels.storage import EXACT_TYPES
 
 F64 = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
@@ -203,7 +204,8 @@ class RecordBody(PlainBody):
 
 
 class Ring:
-    """The newest rows, exact (T7 to T10): those of [``start``, n), in the tail's dtype.
+    """The newest rows, exact (T7 to T10): those of [``start``, n), in the tail's dtype, or in the
+    side's own type when that is exact already.
 
     Row j lies in slot j % (N + R), so a row comes back to no slot that a newer one has taken:
     ``start`` never falls on a rollback, only the length does.
@@ -217,8 +219,10 @@ class Ring:
 
     def append(self, k: NDArray[Any], v: NDArray[Any]) -> None:
         """Float32 rows of a committed step."""
-        dtype = self.tail.dtype
-        self._rows += zip(through(k, dtype), through(v, dtype), strict=True)
+        k_type, v_type = (
+            t if t in EXACT_TYPES else self.tail.dtype for t in (self.spec.k, self.spec.v)
+        )
+        self._rows += zip(through(k, k_type), through(v, v_type), strict=True)
         self.n += len(k)
         self.start = max(self.start, self.n - self.tail.capacity)
         self.top = max(self.top, self.n)

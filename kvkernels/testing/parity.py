@@ -118,7 +118,7 @@ def _results(
     done: set[tuple[str, str]] = set()
     for name, activations in wanted:
         policy = dataclasses.replace(planned.policy, entry=name)
-        op = case.op(device.caps.id, activations=activations)
+        op = case.op(device.caps.id, planned.layers[0].storage, activations=activations)
         decision = decide(op, device.table, device.caps, policy)
         if name is not None and (not decision.ok or (name, activations) in done):
             continue  # this entry does not claim the case, or was the one decided
@@ -160,8 +160,7 @@ class Bench:
         guarded: Any = GuardedDevice(device, self.guards)
         self.cache = Cache(dataclasses.replace(planned, device=guarded))
         sequences = inputs.of_case(case)
-        tails = getattr(planned, "tails", ())  # one layer, so one group
-        models = [model_of(case.layer, *tails) for _ in sequences]
+        models = [model_of(case.layer, *planned.tails) for _ in sequences]  # one layer, one group
         self._fill(sequences, models)
         poison_unused(self.cache)
         parts = [rows.part(past) for rows, past in zip(sequences, case.past, strict=True)]
