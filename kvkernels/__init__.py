@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvkernels.engine import attend as attend
     from kvkernels.engine import decode as decode
     from kvkernels.engine import encode as encode
-    from kvkernels.engine import merge_states as merge_states
+    from kvkernels.merging import merge_states as merge_states
     from kvkernels.op import AttentionOp as AttentionOp
     from kvkernels.op import LayerSpec as LayerSpec
     from kvkernels.planner import Limits as Limits
@@ -33,7 +33,7 @@ _PUBLIC = {
     "attend": "engine",
     "decode": "engine",
     "encode": "engine",
-    "merge_states": "engine",
+    "merge_states": "merging",
     "AttentionOp": "op",
     "Cache": "cache",
     "Decision": "dispatch",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvkernels.calls import LayerBuffers
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.storage import Storage, Stored
-
-if TYPE_CHECKING:
-    from kvkernels.pages import Pages
+from kvkernels.storage import Pages, Storage, Stored
 
 API_VERSION = 1
 """Raised when a protocol below changes so that an old backend cannot work."""

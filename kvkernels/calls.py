@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvkernels.op import LayerSpec
 from kvkernels.records.layout import GROUP
+from kvkernels.storage import Pages, Storage
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from kvkernels.pages import Pages
-    from kvkernels.storage import Storage
 
     Table = NDArray[np.int32]
 

@@ -40,12 +40,11 @@ from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.operations import attend_op
-from kvkernels.pages import Pages
 from kvkernels.records.layout import GROUP, LINE, Side
 from kvkernels.records.sealed import Bytes, Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
-from kvkernels.storage import Storage, Stored
+from kvkernels.storage import Pages, Storage, Stored
 from kvkernels.values import whole
 
 
@@ -318,23 +317,3 @@ def attend(
         policy=policy,
     )
     return plan.run(q, records, k, v, mask=mask, sink_logits=sink_logits)
-
-
-def merge_states(
-    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Join two attentions over disjoint rows: out [..., n_head, D] and natural-log lse [...,
-    n_head] (B6).
-
-    An empty side (lse = -inf) contributes nothing; both empty gives 0 and -inf.
-    """
-    a, b = np.asarray(lse_a, np.float64), np.asarray(lse_b, np.float64)
-    top = np.maximum(a, b)
-    safe = np.where(np.isneginf(top), 0.0, top)
-    wa, wb = np.exp(a - safe), np.exp(b - safe)
-    total = wa + wb
-    share = np.divide(1.0, total, out=np.zeros_like(total), where=total > 0)
-    out = np.asarray(out_a) * (wa * share)[..., None] + np.asarray(out_b) * (wb * share)[..., None]
-    with np.errstate(divide="ignore"):
-        lse = safe + np.log(total)
-    return out.astype(np.float32), lse.astype(np.float32)

@@ -5,16 +5,12 @@ predicted by the plan and reported by the cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 from kvkernels.op import KVARN_BITS, LayerSpec
 from kvkernels.quants import block_type
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, HeadLayout, Side
-from kvkernels.storage import Body, Storage
-
-if TYPE_CHECKING:
-    from kvkernels.pages import Pages
+from kvkernels.storage import Body, Pages, Storage
 
 _HALF = 2
 

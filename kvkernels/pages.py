@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from kvkernels.calls import GroupWrite, SeqView, TailView, TailWrite, Tile
 from kvkernels.op import LayerSpec, first_without, oldest_key
 from kvkernels.pools import PagePool, Taking
 from kvkernels.records.layout import GROUP
-from kvkernels.storage import Body, Storage
+from kvkernels.storage import Body, Pages, Storage
 from kvkernels.tail import RingState
 
 Table = NDArray[np.int32]
@@ -80,14 +80,6 @@ class PageRules:
         shared = n_seq // 2 if groups < per_seq else 0
         crossing = min(n_seq, n_ubatch // (GROUP + 2))
         return Pages(slots, n_seq * min(per_seq, groups) + shared + crossing, rings)
-
-
-class Pages(NamedTuple):
-    """Physical pages of a class: slots of records or tiles, exact blocks, rings."""
-
-    slots: int
-    blocks: int
-    rings: int
 
 
 @dataclass(frozen=True, slots=True)

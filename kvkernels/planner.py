@@ -16,12 +16,12 @@ from kvkernels.errors import InputError, RequestError, UnsupportedOp, did_you_me
 from kvkernels.memory import LayerSizes, Memory
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.operations import attend_op
-from kvkernels.pages import PageRules, Pages
+from kvkernels.pages import PageRules
 from kvkernels.planlog import LogLine, log_text, plan_log, runs, spans
 from kvkernels.records.layout import GROUP
 from kvkernels.request import ResolvedTail, TailRequest
 from kvkernels.settings import DEFAULT_WINDOW_CHUNK, settings
-from kvkernels.storage import Body, Storage, Stored
+from kvkernels.storage import Body, Pages, Storage, Stored
 from kvkernels.storages import resolve_tails, storage_of
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntFlag, StrEnum
+from typing import NamedTuple
 
 from kvkernels.op import LayerSpec
 
@@ -72,3 +73,11 @@ class Storage:
         """The layer as it asks, without a ring."""
         body = Body.RECORDS if spec.is_kvarn else Body.TILES
         return cls(body=body, k=spec.k, v=spec.v)
+
+
+class Pages(NamedTuple):
+    """Physical pages of a class: slots of records or tiles, exact blocks, rings."""
+
+    slots: int
+    blocks: int
+    rings: int

@@ -24,8 +24,7 @@ from kvkernels.cpu.window import attend_window
 from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.pages import Pages
-from kvkernels.storage import Storage, Stored
+from kvkernels.storage import Pages, Storage, Stored
 
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0

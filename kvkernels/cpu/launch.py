@@ -29,11 +29,10 @@ from kvkernels.cpu.columns import (
 from kvkernels.cpu.entries import dot_address, matrix_address
 from kvkernels.memory import ring_stride
 from kvkernels.op import KVARN_BITS, WINDOW_KINDS, LayerSpec
-from kvkernels.pages import Pages
 from kvkernels.quants import block_type
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, HeadLayout, Side
-from kvkernels.storage import Body, Storage
+from kvkernels.storage import Body, Pages, Storage
 
 #: groups per work item of a decode, or runs of a ring: fixed, so that the order of additions never
 #: depends on threads or batch mates (B7)

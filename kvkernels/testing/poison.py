@@ -18,11 +18,10 @@ from kvkernels.cache import Cache
 from kvkernels.calls import LayerBuffers
 from kvkernels.memory import ring_stride
 from kvkernels.op import LayerSpec
-from kvkernels.pages import Pages
 from kvkernels.planner import LayerPlan
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, Side
-from kvkernels.storage import Body, Storage
+from kvkernels.storage import Body, Pages, Storage
 
 GUARD = 4096  # bytes on either side
 BYTE = 0xFF

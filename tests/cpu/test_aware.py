@@ -19,6 +19,7 @@ from kvkernels.memory import LayerSizes
 from kvkernels.records.layout import BITS, HEAD_DIMS, LINE, HeadLayout, Side
 from kvkernels.records.packing import split
 from kvkernels.registry import open_device
+from kvkernels.storage import Storage
 from kvkernels.testing.model import RowsModel
 
 DEVICE = open_device("cpu:0")
@@ -200,7 +201,7 @@ def test_M2_staged_queries_are_counted_and_a_moment_needs_none() -> None:
     layer = dataclasses.replace(AWARE, sink_tokens=128)
     staged = make(DEVICE, layer)
     plain = make(DEVICE, dataclasses.replace(layer, encoder="published"))
-    q_block = LayerSizes.of(layer, keep_queries=True).q_block
+    q_block = LayerSizes.of(layer, Storage.plain(layer), keep_queries=True).q_block
     assert q_block == 4 * 128 * 64 * 2
     blocks = staged.buffers[0].blocks
     extra = staged.memory().kv_staging_bytes - plain.memory().kv_staging_bytes
@@ -230,7 +231,7 @@ def test_codec9_aware_is_the_default_where_queries_are_known() -> None:
     caches = [make(DEVICE, layer) for layer in (default, published)]
     for cache, name in zip(caches, ("aware", "published"), strict=True):
         plan = cache.plan
-        assert f"kvarn4/kvarn4 {name} h4/2" in plan.summary()
+        assert f"kvarn4/kvarn4 {name}, sinks 128" in plan.summary()
         assert ("encoder=aware" in plan.explain(0).explain()) is (name == "aware")
         commit = "cpu/commit_aware" if name == "aware" else "cpu/commit"
         assert plan.layers[0].commit.entry == commit

@@ -18,7 +18,7 @@ LAYERS = (
     "dispatch records quants tail request calls storage",
     "backend registry",
     "planner planlog storages operations cache step arguments pages pools state memory split engine"
-    " drafts metrics",
+    " merging drafts metrics",
     "cpu simt cuda hip opencl vulkan",
     "testing bench cli integrations prompts __main__",
 )
