@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from kvkernels.calls import LayerBuffers
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.storage import Pages, Storage, Stored
+from kvkernels.storage import Pages, Steps, Storage, Stored
 
 API_VERSION = 1
 """Raised when a protocol below changes so that an old backend cannot work."""
@@ -73,6 +73,11 @@ class Device(Protocol):
     @property
     def transient_bytes(self) -> int:
         """High water of workspace bytes."""
+
+    def workspace_bytes(
+        self, layers: Iterable[tuple[LayerSpec, Storage, bool]], steps: Steps
+    ) -> int:
+        """Transient bytes of the largest steps (M2); layers: (spec, storage, queries staged)."""
 
     def allocate(
         self, layer: LayerSpec, storage: Storage, pages: Pages, *, keep_queries: bool

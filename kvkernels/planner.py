@@ -5,7 +5,7 @@ before any byte is allocated.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from kvkernels.planlog import LogLine, log_text, plan_log, runs, spans
 from kvkernels.records.layout import GROUP
 from kvkernels.request import ResolvedTail, TailRequest
 from kvkernels.settings import DEFAULT_WINDOW_CHUNK, settings
-from kvkernels.storage import Body, Pages, Storage, Stored
+from kvkernels.storage import Body, Pages, Steps, Storage, Stored
 from kvkernels.storages import resolve_tails, storage_of
 
 if TYPE_CHECKING:
@@ -176,8 +176,13 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Resident bytes, exact to the byte."""
-        return sum((self.layer_memory(i) for i in range(len(self.layers))), Memory())
+        """Resident bytes, exact to the byte; transient ones of steps as large as the limits."""
+        resident = sum((self.layer_memory(i) for i in range(len(self.layers))), Memory())
+        limits = self.limits
+        steps = Steps(limits.n_ctx, limits.n_ubatch, limits.n_seq, limits.verify)
+        planned = enumerate(self.layers)
+        kinds = dict.fromkeys((p.spec, p.storage, self.stages_queries(i)) for i, p in planned)
+        return replace(resident, kv_transient_bytes=self.device.workspace_bytes(kinds, steps))
 
     @cached_property
     def log(self) -> tuple[LogLine, ...]:
@@ -216,7 +221,7 @@ def plan(
     if not layers:
         raise InputError("layers", found="none", needed="at least one LayerSpec")
     policy = policy or Policy()
-    tails = resolve_tails(layers, device, limits.n_ctx, limits.rollback, tail)
+    tails = resolve_tails(layers, device.table, device.caps, limits.n_ctx, limits.rollback, tail)
     group_of = {index: found for found in tails for index in found.group.layers}
     kept = [(spec, storage_of(spec, group_of[i])) for i, spec in enumerate(layers)]
     by_kind = {kind: _decide_layer(*kind, device, limits, policy) for kind in dict.fromkeys(kept)}

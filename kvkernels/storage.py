@@ -75,6 +75,15 @@ class Storage:
         return cls(body=body, k=spec.k, v=spec.v)
 
 
+class Steps(NamedTuple):
+    """The largest steps of a plan, in rows: what sizes transient memory."""
+
+    n_ctx: int
+    n_ubatch: int
+    n_seq: int
+    verify: int
+
+
 class Pages(NamedTuple):
     """Physical pages of a class: slots of records or tiles, exact blocks, rings."""
 

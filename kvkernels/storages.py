@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kvkernels.backend import Device
+from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.dispatch import Policy, Route, decide
 from kvkernels.errors import RequestError
 from kvkernels.op import LayerSpec, OpKind
@@ -62,35 +62,39 @@ def tail_request(
 
 def resolve_tails(
     layers: Sequence[LayerSpec],
-    device: Device,
+    table: Sequence[Capability],
+    caps: DeviceCaps,
     n_ctx: int,
     rollback: int,
     tail: TailRequest | str | None,
 ) -> tuple[ResolvedTail, ...]:
-    """The request resolved for every cache group, by what the device's table says it can do."""
+    """The request resolved for every cache group, by what the table says of the device."""
     groups = cache_groups(layers, n_ctx)
 
     def route(group: CacheGroup, dtype: str) -> TailRoute:
-        return _route(tuple(dict.fromkeys(layers[i] for i in group.layers)), device, dtype)
+        return _route(dict.fromkeys(layers[i] for i in group.layers), table, caps, dtype)
 
     return resolve(tail_request(layers, groups, tail), groups, n_ctx, route, rollback=rollback)
 
 
-def _route(specs: tuple[LayerSpec, ...], device: Device, dtype: str) -> TailRoute:
+def _route(
+    specs: Iterable[LayerSpec], table: Sequence[Capability], caps: DeviceCaps, dtype: str
+) -> TailRoute:
     """Whether the device attends natively over a body with a ring of ``dtype``, and writes it."""
     missing: list[str] = []
-    caps = device.caps
+    types: list[str] = []
     for spec in specs:
+        types.append(f"{spec.k}/{spec.v}")
         storage = replace(Storage.plain(spec), tail_rows=1, reserve=1, tail_dtype=dtype)
         write = attend_op(spec, caps.id, 1, 2, storage, kind=OpKind.TAIL)
         attend = attend_op(spec, caps.id, 1, 300, storage)
-        if not decide(write, device.table, caps, Policy(allow_unqualified=True)).ok:
+        if not decide(write, table, caps, Policy(allow_unqualified=True)).ok:
             missing.append(str(TailOp.WRITE))
-        decision = decide(attend, device.table, caps, Policy(allow_unqualified=True))
+        decision = decide(attend, table, caps, Policy(allow_unqualified=True))
         if decision.route is not Route.NATIVE:
             missing.append(str(TailOp.NATIVE))
-    native = any(row.kind is OpKind.TAIL for row in device.table)
-    where = f"{caps.id}, {', '.join(dict.fromkeys(f'{s.k}/{s.v}' for s in specs))}"
+    native = any(row.kind is OpKind.TAIL for row in table)
+    where = f"{caps.id}, {', '.join(dict.fromkeys(types))}"
     return TailRoute(native=native, missing=tuple(dict.fromkeys(missing)), where=where)
 
 

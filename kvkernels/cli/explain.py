@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from kvkernels.cli.output import emit
 from kvkernels.cli.probe import device_caps, probe_all
 from kvkernels.dispatch import Policy, decide
 from kvkernels.errors import BackendUnavailable, InputError
-from kvkernels.op import AttentionOp, LayerSpec, OpKind
+from kvkernels.op import TAIL_DTYPES, AttentionOp, LayerSpec, OpKind
 from kvkernels.operations import attend_op
 from kvkernels.registry import BackendStatus, backends, names
+from kvkernels.request import ResolvedTail, TailRequest
+from kvkernels.storages import resolve_tails, storage_of
 from kvkernels.values import check_keys
 
 _COUNTS = ("n_q", "n_kv")
@@ -36,6 +39,8 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--n-q", type=int, help="New rows (1).")
 @click.option("--n-kv", type=int, help="Visible rows, new ones included (4096).")
 @click.option("--window", type=int, help="Attention window in tokens (none).")
+@click.option("--tail", help="Newest rows kept exact: N, auto, ... (KVarN's own 128 or none).")
+@click.option("--tail-dtype", type=click.Choice(TAIL_DTYPES), help="What they are (automatic).")
 @click.option("--kind", type=click.Choice([k.value for k in OpKind]), default="attend")
 @click.option("--device", help="A device of this machine (cpu:0).")
 @click.option("--device-file", type=_FILE, help="A recorded device; no hardware is touched.")
@@ -53,6 +58,8 @@ def explain(
     allow_unqualified: bool,
     no_materialize: bool,
     as_json: bool,
+    tail: str | None,
+    tail_dtype: str | None,
     **direct: Any,
 ) -> None:
     """Say which entry serves an operation, with every row that was considered.
@@ -65,18 +72,23 @@ def explain(
     if device is not None and device_file is not None:
         raise click.UsageError("--device and --device-file exclude each other")
     table, caps = _from_file(device_file) if device_file else _from_probe(device or "cpu:0")
+    resolved = None
     if case_id is not None:
         op = _case_op(case_id, caps.id)
     else:
-        op = _layer_op(_read_layer(layer) if layer else given, caps.id, OpKind(kind))
+        request = TailRequest.parse(tail or "", tail_dtype) if tail or tail_dtype else None
+        given = _read_layer(layer) if layer else given
+        op, resolved = _layer_op(given, table, caps, OpKind(kind), request)
     policy = Policy(
         allow_materialize=not no_materialize, allow_unqualified=allow_unqualified, entry=entry
     )
     decision = decide(op, table, caps, policy)
     if as_json:
-        emit(decision.to_json())
+        emit(decision.to_json() | ({"tail": resolved.to_json()} if resolved else {}))
     else:
         click.echo(decision.explain())
+        if resolved:
+            click.echo(resolved.explain())
     if not decision.ok:
         click.get_current_context().exit(REFUSED)
 
@@ -121,7 +133,13 @@ def _read_layer(path: Path) -> dict[str, Any]:
     return data
 
 
-def _layer_op(given: dict[str, Any], device: str, kind: OpKind) -> AttentionOp:
+def _layer_op(
+    given: dict[str, Any],
+    table: Sequence[Capability],
+    caps: DeviceCaps,
+    kind: OpKind,
+    request: TailRequest | None,
+) -> tuple[AttentionOp, ResolvedTail]:
     values = _DEFAULTS | given
     counts = {name: values.pop(name) for name in _COUNTS}
     for name, count in counts.items():
@@ -129,7 +147,10 @@ def _layer_op(given: dict[str, Any], device: str, kind: OpKind) -> AttentionOp:
             raise InputError(name, found=repr(count), needed="a whole number >= 1")
     if counts["n_kv"] < counts["n_q"]:
         raise InputError("n_kv", found=counts["n_kv"], needed=f"at least n_q = {counts['n_q']}")
-    return attend_op(LayerSpec(**values), device, counts["n_q"], counts["n_kv"], kind=kind)
+    spec = LayerSpec(**values)
+    (tail,) = resolve_tails([spec], table, caps, counts["n_kv"], 1, request)
+    storage = storage_of(spec, tail)
+    return attend_op(spec, caps.id, counts["n_q"], counts["n_kv"], storage, kind=kind), tail
 
 
 def _case_op(case_id: str, device: str) -> AttentionOp:

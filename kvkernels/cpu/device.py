@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -21,10 +21,11 @@ from kvkernels.cpu.pool import ThreadPool, available_threads
 from kvkernels.cpu.scratch import Scratch, aligned
 from kvkernels.cpu.table import TABLE
 from kvkernels.cpu.window import attend_window
+from kvkernels.cpu.workspace import predicted
 from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.storage import Pages, Storage, Stored
+from kvkernels.storage import Pages, Steps, Storage, Stored
 
 _DTYPES = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16"}
 _HALF_MAX = 65504.0
@@ -62,6 +63,12 @@ class CpuDevice:
     def transient_bytes(self) -> int:
         """High water of workspace bytes since the device was opened."""
         return self.scratch.peak
+
+    def workspace_bytes(
+        self, layers: Iterable[tuple[LayerSpec, Storage, bool]], steps: Steps
+    ) -> int:
+        """Bytes of the workspaces that the largest steps take, natively attended."""
+        return predicted(layers, steps)
 
     def allocate(
         self, layer: LayerSpec, storage: Storage, pages: Pages, *, keep_queries: bool

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from kvkernels.errors import RequestError
 from kvkernels.op import GROUP, TAIL_DTYPES
@@ -86,6 +87,21 @@ class ResolvedTail:
     representation: Representation
     rollback: int
     notes: tuple[TailNote, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict."""
+        data = asdict(self)
+        data["group"] = self.group.id
+        data["representation"] = str(self.representation)
+        return data
+
+    def explain(self) -> str:
+        """In words, with the notes."""
+        kind = str(self.representation).replace("_", " ")
+        text = f"tail of {self.group.id}: {self.raw} rows asked for, {self.effective} exact"
+        text += f" ({kind}{f', {self.dtype}' if self.dtype else ''}"
+        text += f", {self.rollback} more for rollback)" if self.rollback else ")"
+        return "\n".join([text, *(f"  {note.text}" for note in self.notes)])
 
     @property
     def warnings(self) -> tuple[TailNote, ...]:
