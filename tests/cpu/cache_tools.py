@@ -165,16 +165,17 @@ class Twin:
             with self._attended(n_tokens)[0]:
                 raise Fault("left by an exception")
 
-    def fault(self, n_tokens: Mapping[int, int], at: int, *, after: bool) -> bool:
+    def fault(self, n_tokens: Mapping[int, int], at: int, *, after: bool) -> int:
         """A step whose commit fails at its launch ``at`` (from 1): before it runs, or ``after`` it
-        has. True: it did fail; False: there were fewer launches, and the step is committed.
+        has. 0: it did fail; else there were fewer launches, so many, and the step is committed.
 
         Lengths stay. A group that then says PAYLOAD_INVALID has lost what the step overwrote in
-        its ring; every other group has lost nothing.
+        its ring; every other group has lost nothing. No sequence of the step may say so before:
+        nothing would tell a second loss from none.
         """
+        assert not any(self.invalid(seq) for seq in n_tokens.keys() & self.models.keys())
         step, parts, _ = self._attended(n_tokens)
         before = {seq: self.cache.length(seq) for seq in self.cache.state}
-        flagged = {seq: self.invalid(seq) for seq in self.models}
         launches, run = 0, self.cache.device.run
 
         def failing(*args: Any) -> None:
@@ -195,21 +196,17 @@ class Twin:
             else:
                 assert launches < at, "a failed launch must not be swallowed"
                 self._append(parts)
-                return False
+                return launches
         assert {seq: self.cache.length(seq) for seq in self.cache.state} == before
         for seq in n_tokens.keys() & self.models.keys():
-            for group in self.invalid(seq) - flagged[seq]:
+            for group in self.invalid(seq):
                 for layer in self.tails[group].group.layers:
                     self.models[seq][layer].lose(n_tokens[seq])
-        if at == 1 and not after:  # nothing was written at all
-            assert {seq: self.invalid(seq) for seq in self.models} == flagged
-        return True
+        return 0
 
     def invalid(self, seq: int) -> set[int]:
         """Groups, by their place in ``plan.tails``, whose ring says that a write failed in it."""
-        if not self.tails:
-            return set()
-        found = enumerate(self.cache.coverage(seq))
+        found = enumerate(self.cache.coverage(seq) if self.tails else ())
         return {i for i, c in found if "PAYLOAD_INVALID" in repr(c.flags).upper()}
 
     def broken(self, seq: int) -> bool:
