@@ -15,13 +15,13 @@ from types import MappingProxyType
 from kvkernels.dispatch import Decision, confirm
 from kvkernels.errors import CapacityError, InputError, RollbackError, StateError, StepError
 from kvkernels.memory import Memory
-from kvkernels.op import AttentionOp
+from kvkernels.op import AttentionOp, oldest_key
 from kvkernels.pages import PageClass, SeqPages
 from kvkernels.planner import Plan
 from kvkernels.records.layout import GROUP
 from kvkernels.step import Step
 from kvkernels.storage import Body
-from kvkernels.tail import Coverage, Degradation
+from kvkernels.tail import Coverage
 from kvkernels.values import whole
 
 State = Mapping[int, "SeqState"]
@@ -83,19 +83,17 @@ class Cache:
         found = self._state.get(seq)
         return found.n - self._lowest(found) if found else 0
 
-    def coverage(self, seq: int) -> dict[str, Coverage]:
-        """How many of a sequence's newest rows are exact, per cache group with a ring (T11)."""
-        state, found = self._existing(seq), {}
+    def coverage(self, seq: int) -> tuple[Coverage, ...]:
+        """How many of a sequence's newest rows are exact, per cache group, in the order of
+        ``plan.tails`` (T11).
+        """
+        state, found = self._existing(seq), []
         for tail in self.plan.tails:
             index = self.class_of[tail.group.layers[0]]
-            pages, rules = state.pages[index], self.classes[index].rules
-            if rules.tail_rows:
-                ring = pages.ring
-                held = state.n - ring.start if ring else 0
-                flags = ring.flags if ring else Degradation.NONE
-                wanted = min(rules.tail_rows, state.n)
-                found[tail.group.id] = Coverage(wanted, min(wanted, held), flags)
-        return found
+            oldest, flags = self.classes[index].oldest_exact(state.pages[index], state.n)
+            wanted = min(tail.effective, state.n)
+            found.append(Coverage(tail.group.id, wanted, min(wanted, state.n - oldest), flags))
+        return tuple(found)
 
     def memory(self) -> Memory:
         """Bytes by owner: resident as allocated, transient as observed on the device (M1, M2)."""
@@ -252,18 +250,21 @@ class Cache:
             old = {seq: self._state[seq] for seq in new if seq in self._state}
             self._publish({**self._state, **new}, evolved=old)
 
-    def invalidate(self, rings: Iterable[tuple[int, int]]) -> None:
-        """Publish that the content of rings (class, ring) is lost: a write into them failed (T11).
+    def invalidate(self, lost: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+        """Publish that writes into rings failed (T11): {(class, ring): rows first .. end of it}.
 
         Where a body holds the rows too nothing changes but which copy is read; a sequence whose
-        ring is all there is takes no further step.
+        ring is all there is, and whose next query would see a lost row, takes no further step.
         """
-        lost, changed = set(rings), {}
+        if not lost:
+            return
+        changed = {}
         for seq, state in self._state.items():
             pages = list(state.pages)
             for i, p in enumerate(pages):
                 if p.ring and (i, p.ring.ring) in lost:
-                    pages[i] = replace(p, ring=p.ring.invalid(state.n))
+                    rows, capacity = lost[i, p.ring.ring], self.classes[i].rules.ring_rows
+                    pages[i] = replace(p, ring=p.ring.overwritten(state.n, *rows, capacity))
             changed[seq] = replace(state, pages=tuple(pages))
         self._state = MappingProxyType(changed)
 
@@ -272,10 +273,12 @@ class Cache:
         if state is None:
             return
         for cls, pages in zip(self.classes, state.pages, strict=True):
-            ring = pages.ring
-            if cls.rules.body is Body.NONE and ring and ring.flags & Degradation.PAYLOAD_INVALID:
+            rules, ring = cls.rules, pages.ring
+            if rules.body is not Body.NONE or ring is None:
+                continue
+            if ring.start > oldest_key(rules.window, rules.window_kind, state.n):
                 raise StateError(
-                    f"sequence {seq}: a failed write lost rows of a window of {cls.rules.window} "
+                    f"sequence {seq}: a failed write lost rows of a window of {rules.window} "
                     "that exist nowhere else; remove the sequence and process it from the start"
                 )
 

@@ -23,7 +23,7 @@ from kvkernels.op import LayerSpec, first_without, oldest_key
 from kvkernels.pools import PagePool, Taking
 from kvkernels.records.layout import GROUP
 from kvkernels.storage import Body, Pages, Storage
-from kvkernels.tail import RingState
+from kvkernels.tail import Degradation, RingState
 
 Table = NDArray[np.int32]
 
@@ -176,7 +176,7 @@ class PageClass:
         rules = self.rules
         if ring is None:
             # A sequence that grew without a ring has none of its rows in it.
-            ring = RingState(taking.take(self.rings), n)
+            ring = RingState(taking.take(self.rings), n, n)
             own, base = ring.ring, -1
         else:
             own = taking.own_ring(self.rings, ring.ring)
@@ -210,8 +210,12 @@ class PageClass:
         """
         rules = self.rules
         if rules.body is Body.NONE:
-            start = pages.ring.start if pages.ring else 0
-            return min(n, start + rules.tail_rows) if start else 0
+            if pages.ring is None:
+                return 0
+            # R rows, and no further than the rows that the query there sees.
+            start, kind = pages.ring.start, rules.window_kind
+            seen = first_without(rules.window, kind, start) if rules.window else start
+            return min(n, max(0, pages.ring.top - rules.reserve, seen))
         if rules.body is Body.TILES:
             if rules.window is None:
                 return 0
@@ -223,12 +227,26 @@ class PageClass:
             group -= 1
         return group * GROUP
 
+    def oldest_exact(self, pages: SeqPages, n: int) -> tuple[int, Degradation]:
+        """The row from which on all are held exactly, and what happened to them: in the ring, else
+        in the blocks of records, else (tiles of an exact type) from the first one on.
+        """
+        if self.rules.tail_rows:
+            ring = pages.ring or RingState(-1)
+            return ring.start, ring.flags
+        if self.rules.body is Body.TILES:
+            return 0, Degradation.NONE
+        oldest = n
+        while oldest > 0 and (oldest - 1) // GROUP in pages.blocks:
+            oldest = (oldest - 1) // GROUP * GROUP
+        return oldest, Degradation.NONE
+
     def reaches(self, pages: SeqPages, to: int) -> bool:
         """Whether a query at ``to`` would find every row it sees: no window has dropped one."""
         if not to or self.rules.window is None:
             return True
         if self.rules.body is Body.NONE:
-            return to >= self.lowest(pages, to + 1)
+            return to >= self.lowest(pages, to)
         oldest = oldest_key(self.rules.window, self.rules.window_kind, to)
         return pages.first * GROUP <= oldest
 

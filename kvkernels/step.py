@@ -198,7 +198,7 @@ class Step:
         if missing:
             self.discard()
             raise StepError(f"nothing was stored: layers {missing} were not attended in this step")
-        taking, touched = Taking(), set[tuple[int, int]]()
+        taking, touched = Taking(), dict[tuple[int, int], tuple[int, int]]()
         try:
             new, writes = self._place(taking)
             for layer, rows in self._rows.items():
@@ -207,7 +207,7 @@ class Step:
             for layer, rows in self._rows.items():
                 index = cache.class_of[layer]
                 if writes[index].tails:
-                    touched |= {(index, w.ring) for w in writes[index].tails}
+                    touched |= self._ring_rows(index, writes[index])
                     self._store_tail(layer, rows, writes[index])
             cache.device.synchronize()
         except BaseException:
@@ -217,6 +217,17 @@ class Step:
             raise
         self._close()
         cache.finish(new)
+
+    def _ring_rows(self, index: int, writes: Writes) -> dict[tuple[int, int], tuple[int, int]]:
+        """{(class, ring): rows of the sequence that are written into it}."""
+        found, rings, at = {}, {w.source: w.ring for w in writes.tails}, 0
+        for seq, rows in self.n_tokens.items():
+            n = self._cache.length(seq)
+            # A write begins later in the step when its first rows leave the ring at once.
+            ring = next(r for source, r in sorted(rings.items()) if source >= at)
+            found[index, ring] = (n, n + rows)
+            at += rows
+        return found
 
     def _store(self, layer: int, rows: tuple[Rows, ...], writes: Writes) -> None:
         cache, planned = self._cache, self._cache.plan.layers[layer]

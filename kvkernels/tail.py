@@ -7,7 +7,7 @@ overwrites, a rollback only shortens. Per query the newest N visible rows are ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 GROUP = 128
@@ -74,12 +74,14 @@ def writes(position: int, rows: int, capacity: int) -> tuple[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class RingState:
-    """The ring of one sequence in one class: which one it is, the oldest row in it, and what
-    happened to it. ``since``: rows committed since ``flags`` were set.
+    """The ring of one sequence in one class: which one it is, the oldest row in it, the longest the
+    sequence has been (``top``), and what happened to it. ``since``: rows committed since ``flags``
+    were set.
     """
 
     ring: int
     start: int = 0
+    top: int = 0
     flags: Degradation = Degradation.NONE
     since: int = 0
 
@@ -88,26 +90,31 @@ class RingState:
         since = self.since + rows
         flags = Degradation.NONE if since >= kept else self.flags
         start = start_after(self.start, n, capacity)
-        return RingState(ring, start, flags, since if flags else 0)
+        return RingState(ring, start, max(self.top, n), flags, since if flags else 0)
 
-    def invalid(self, n: int) -> RingState:
-        """After a write that failed: nothing in it can be trusted."""
-        return RingState(self.ring, n, self.flags | Degradation.PAYLOAD_INVALID, 0)
+    def overwritten(self, n: int, first: int, end: int, capacity: int) -> RingState:
+        """Of a sequence of ``n`` rows, after a failed write of rows ``first .. end`` into the ring:
+        what lay in their slots is gone.
+        """
+        start = n if first < n else min(n, max(self.start, end - capacity))
+        flags = self.flags | Degradation.PAYLOAD_INVALID
+        return replace(self, start=start, flags=flags, since=0)
 
     def shortened(self, n: int, kept: int) -> RingState:
         """After a rollback to ``n`` rows; with fewer exact rows than could be, that is marked."""
         if n <= self.start:  # nothing of it is left: what comes next fills it anew
             lost = Degradation.HISTORICAL_OP if n else Degradation.NONE
-            return RingState(self.ring, n, lost, 0)
+            return RingState(self.ring, n, n, lost)
         if n - self.start < min(kept, n):
-            return RingState(self.ring, self.start, self.flags | Degradation.HISTORICAL_OP, 0)
+            return replace(self, flags=self.flags | Degradation.HISTORICAL_OP, since=0)
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of a tail is really exact (T11). ``exact`` of ``requested`` newest rows."""
+    """How much of a group's tail is really exact (T11): ``exact`` of ``requested`` newest rows."""
 
+    group: str
     requested: int
     exact: int
     flags: Degradation

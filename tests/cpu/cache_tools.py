@@ -118,7 +118,7 @@ def model_by_rules(s: kvk.LayerSpec, n_ctx: int, rollback: int) -> RowsModel:
     window = min(s.window or n_ctx, n_ctx)
     kept = -(-s.tail // GROUP) * GROUP if s.is_kvarn else s.tail
     n = min(max(kept, GROUP if s.is_kvarn else 0), window)
-    if not s.tail or (s.is_kvarn and n <= GROUP and n < window):
+    if (not s.tail and n < window) or not n or (s.is_kvarn and n <= GROUP and n < window):
         return RowsModel(s)  # nothing, or what the stage holds anyway
     dtype = s.tail_dtype or ("f16" if s.is_kvarn else "bf16")
     if n == window and s.window is None:
