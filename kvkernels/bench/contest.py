@@ -20,7 +20,7 @@ from kvkernels.bench import encoding, fill, ggml, peers, yardstick
 from kvkernels.bench.measure import Effort, machine_load, measure
 from kvkernels.bench.report import Result
 from kvkernels.bench.stats import paired_ratio
-from kvkernels.bench.workload import F32, F64, Rows, relative_error
+from kvkernels.bench.workload import F64, Rows, relative_error
 from kvkernels.dispatch import Policy
 from kvkernels.op import LayerSpec
 from kvkernels.registry import open_device
@@ -28,6 +28,8 @@ from kvkernels.registry import open_device
 N_KV_HEAD, GQA, HEAD_DIM = 8, 4, 128
 OWN = "kvk-k4v4"
 PREFILL = (512, 4096)
+STANDARD, TAIL = ("q8_0", "q4_0"), 1024
+STORED_UP_TO = 32768  # tokens up to which standard types and tails take part
 _LIMITS = {"auto": 3e-2, "int8": 3e-2, "int16": 1e-3, "f32": 1e-4}
 _WIDTHS = (2, 3, 5, 6, 8)
 _FULL = Effort(rounds=15, warmup=2, cold=True, rest_s=0.004, long_s=0.1)
@@ -57,16 +59,16 @@ class Plan:
         return base if self.cold else replace(base, cold=False, least_s=0.01)
 
 
-def layer(bits: int = 4, gqa: int = GQA) -> LayerSpec:
+def layer(kind: str = "kvarn4", gqa: int = GQA, tail: int = 0) -> LayerSpec:
     """The layer that everything is measured on."""
-    name = f"kvarn{bits}"
     return LayerSpec(
         n_head=N_KV_HEAD * gqa,
         n_kv_head=N_KV_HEAD,
         head_dim=HEAD_DIM,
-        k=name,
-        v=name,
+        k=kind,
+        v=kind,
         encoder="published",
+        tail=tail,
     )
 
 
@@ -75,31 +77,55 @@ def device(threads: int) -> Device:
     return open_device("cpu:0", n_threads=threads)
 
 
+def task(spec: LayerSpec, rows: Rows, n_kv: int, threads: int) -> peers.Task:
+    """The decode of the last of ``n_kv`` rows over all of them, for everybody."""
+    q = rows.q[(n_kv - 1) % fill.PERIOD].reshape(spec.n_kv_head, spec.gqa, spec.head_dim)
+    keys, values = fill.tokens(rows.k, n_kv), fill.tokens(rows.v, n_kv)
+    return peers.Task(spec, np.ascontiguousarray(q), keys, values, threads)
+
+
+def exact(asked: peers.Task) -> F64:
+    """Its float64 result over the rows as given, [1, n_head, D]."""
+    flat = asked.q.reshape(1, asked.spec.n_head, asked.spec.head_dim)
+    return fill.attend_heads(asked.spec, flat, fill.pairs(asked.keys, asked.values))
+
+
 def own_rows(plan: Plan, rows: Rows, n_kv: int) -> Iterator[tuple[peers.Row, F64, int]]:
     """Our rows: (row, its reference, bytes of its records)."""
     cpu, past = device(plan.threads), n_kv - 1
-    references: dict[int, F64] = {}
+    references: dict[LayerSpec, F64] = {}
 
-    def made(name: str, bits: int, activations: str, where: Device = cpu) -> Any:
-        found = fill.repeated(layer(bits), where, rows, past, activations=activations)
-        if bits not in references:
-            references[bits] = found.expected()
+    def made(
+        name: str,
+        activations: str = "auto",
+        spec: LayerSpec | None = None,
+        where: Device = cpu,
+    ) -> Any:
+        spec = spec or layer()
+        found = fill.repeated(spec, where, rows, past, activations=activations)
+        if spec not in references:
+            references[spec] = found.expected()
         buffers = found.cache.buffers[0]
         nbytes = buffers.k_records.nbytes + buffers.v_records.nbytes
         row = peers.Row(name, found.once(), _LIMITS[activations], "records")
-        return row, references[bits], nbytes
+        return row, references[spec], nbytes
 
-    yield made(OWN, 4, "auto")
+    yield made(OWN)
     alone = fill.repeated(layer(), cpu, rows, past).launch_call()
-    yield peers.Row(f"{OWN}-launch", alone, _LIMITS["auto"], "records"), references[4], 0
+    yield peers.Row(f"{OWN}-launch", alone, _LIMITS["auto"], "records"), references[layer()], 0
     alone = fill.repeated(layer(), cpu, rows, past).whole_step()
-    yield peers.Row(f"{OWN}-step", alone, _LIMITS["auto"], "records"), references[4], 0
+    yield peers.Row(f"{OWN}-step", alone, _LIMITS["auto"], "records"), references[layer()], 0
     for activations in ("int8", "int16", "f32"):
-        yield made(f"{OWN}-{activations}", 4, activations)
+        yield made(f"{OWN}-{activations}", activations)
     if plan.threads > 1:
-        yield made(f"{OWN}-1-thread", 4, "auto", device(1))
+        yield made(f"{OWN}-1-thread", where=device(1))
     for bits in _WIDTHS:
-        yield made(f"kvk-k{bits}v{bits}", bits, "auto")
+        yield made(f"kvk-k{bits}v{bits}", spec=layer(f"kvarn{bits}"))
+    if n_kv > STORED_UP_TO:
+        return
+    for kind in STANDARD:
+        yield made(f"kvk-{kind}", spec=layer(kind))
+    yield made(f"{OWN}-tail{TAIL}", spec=layer(tail=TAIL))
     if n_kv > 8192:
         return
     lone = fill.repeated(layer(gqa=1), cpu, fill.period(layer(gqa=1)), past)
@@ -113,26 +139,23 @@ def decode(plan: Plan, n_kv: int) -> Iterator[Result]:
     rows = fill.period(layer())
     own = list(own_rows(plan, rows, n_kv))
     spec, past = layer(), n_kv - 1
-    q = np.ascontiguousarray(rows.q[past % fill.PERIOD].reshape(N_KV_HEAD, GQA, HEAD_DIM))
-    keys, values = fill.tokens(rows.k, n_kv), fill.tokens(rows.v, n_kv)
-    task = peers.Task(spec, q, keys, values, plan.threads)
-    flat = q.reshape(spec.n_head, HEAD_DIM)
-    exact = fill.attend_heads(spec, flat[None], _pairs(keys, values))
+    shared = task(spec, rows, n_kv, plan.threads)
+    plain = exact(shared)
     records = yardstick.whole_groups(fill.repeated(spec, device(1), rows, past).cache, n_kv)
-    whole = fill.attend_heads(spec, flat[None], records.heads())
+    whole = fill.attend_heads(spec, shared.q.reshape(1, spec.n_head, -1), records.heads())
     found = [row for row, _, _ in own]
     expected: dict[str, F64] = {row.name: reference for row, reference, _ in own}
     for row in (
-        *peers.numpy_rows(task),
-        *peers.torch_rows(task),
-        *peers.transformers_rows(task),
-        *ggml.rows(task, plan.ggml),
-        *peers.yardstick_rows(task, records),
-        *peers.bound_rows(task, records.nbytes),
+        *peers.numpy_rows(shared),
+        *peers.torch_rows(shared),
+        *peers.transformers_rows(shared),
+        *ggml.rows(shared, plan.ggml),
+        *peers.yardstick_rows(shared, records),
+        *peers.bound_rows(shared, records.nbytes),
     ):
         found.append(row)
         if row.limit:
-            expected[row.name] = whole if row.expected == "whole" else exact
+            expected[row.name] = whole if row.expected == "whole" else plain
     base = Result(case=f"peers/{plan.kind}-n{n_kv}-t{plan.threads}", device="cpu:0", entry=OWN)
     yield from _timed(base, found, expected, plan)
 
@@ -157,20 +180,15 @@ def prefill(plan: Plan) -> Iterator[Result]:
     q = rows.q[order].reshape(n_q, N_KV_HEAD, GQA, HEAD_DIM).transpose(1, 0, 2, 3)
     q = np.ascontiguousarray(q.reshape(N_KV_HEAD, n_q * GQA, HEAD_DIM))
     keys, values = fill.tokens(rows.k, n_kv), fill.tokens(rows.v, n_kv)
-    task = peers.Task(spec, q[:, :GQA], keys, values, plan.threads)
+    shared = peers.Task(spec, q[:, :GQA], keys, values, plan.threads)
     asked = rows.q[order[some]]
-    exact = fill.attend_heads(spec, asked, _pairs(keys, values))
-    for row in (*peers.prefill_rows(task, q), *ggml.rows(task, plan.ggml, q)):
+    plain = fill.attend_heads(spec, asked, fill.pairs(keys, values))
+    for row in (*peers.prefill_rows(shared, q), *ggml.rows(shared, plan.ggml, q)):
         found.append(row)
-        expected[row.name] = exact
+        expected[row.name] = plain
     base = Result(case=f"peers/prefill-q{n_q}-n{n_kv}-t{plan.threads}", device="cpu:0", entry=OWN)
     effort = replace(plan.effort, rounds=3 if plan.quick else 7, long_s=float("inf"))
     yield from _timed(base, found, expected, plan, effort, some)
-
-
-def _pairs(keys: F32, values: F32) -> Iterator[tuple[F64, F64]]:
-    for k, v in zip(keys, values, strict=True):
-        yield k.astype(np.float64), v.astype(np.float64)
 
 
 def _as_rows(out: Any, some: slice | None, shape: tuple[int, ...]) -> Any:

@@ -1,7 +1,8 @@
-"""Long caches in little time: one batch of groups is encoded, its records are copied to the rest.
+"""Long caches in little time: one batch of groups is encoded, the rest are copies of it.
 
-Contents repeat every ``PERIOD`` tokens, sizes and addresses do not: each group has its own record
-slot, so a decode reads as many bytes from as many places as over a text without repetitions.
+Contents repeat every ``PERIOD`` tokens, sizes and addresses do not: each group has its own slot, so
+a decode reads as many bytes from as many places as over a text without repetitions. For full
+attention only: a window would free the slots that are copied from.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkernels.backend import Device
+from kvkernels.bench import contents
+from kvkernels.bench.contents import repeat, taken
 from kvkernels.bench.workload import F32, F64, Rows, random_rows
 from kvkernels.cache import Cache
 from kvkernels.calls import CommitCall, GroupWrite
-from kvkernels.cpu import reference
 from kvkernels.dispatch import Policy
 from kvkernels.op import GROUP, LayerSpec
 from kvkernels.planner import Limits, plan
-from kvkernels.records.layout import HeadLayout, Side
 from kvkernels.step import Step
+from kvkernels.storage import Body
 
 _BATCH = 8  # groups that are really encoded
 PERIOD = _BATCH * GROUP
@@ -30,7 +32,9 @@ _STEP = 512
 
 
 class _Copying:
-    """A device whose commits copy the record of the same content when there is one."""
+    """A device whose commits copy the record or tile of the same content when there is one. Rings
+    are written for real.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -46,9 +50,11 @@ class _Copying:
             return
         real: list[GroupWrite] = []
         copies: list[tuple[int, int]] = []
+        tiles = call.buffers.storage.body is Body.TILES
         for write in call.writes:
             known = self._slots.get(write.group % _BATCH)
-            if write.slot < 0:
+            # A record is sealed whole; a tile may still be open, and then it is no copy of another.
+            if write.slot < 0 or (tiles and write.rows < GROUP):
                 real.append(write)
             elif known is None:
                 self._slots[write.group % _BATCH] = write.slot
@@ -76,7 +82,7 @@ class Filled:
         """Attention of the next ``n_q`` rows in a step that is already open: what every layer but
         the first costs, since the step's own work is done once for all layers. Nothing is stored.
         """
-        q, k, v = (_taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
+        q, k, v = (taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
         step = self._step(n_q)
 
         def call() -> F32:
@@ -93,7 +99,7 @@ class Filled:
 
     def whole_step(self, n_q: int = 1) -> Callable[[], F32]:
         """The same with a step of its own each time, as for a model of one layer."""
-        q, k, v = (_taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
+        q, k, v = (taken(getattr(self.rows, name), self.past, n_q) for name in "qkv")
 
         def call() -> F32:
             step = self._step(n_q)
@@ -105,8 +111,8 @@ class Filled:
 
     def last_rows(self, n: int) -> Rows:
         """Keys and values of the first ``n`` rows, and the query of the last of them alone."""
-        q = _taken(self.rows.q, n - 1, 1)
-        return Rows(q, _taken(self.rows.k, 0, n), _taken(self.rows.v, 0, n))
+        q = taken(self.rows.q, n - 1, 1)
+        return Rows(q, taken(self.rows.k, 0, n), taken(self.rows.v, 0, n))
 
     def past_call(self, n_q: int) -> Callable[[], F32]:
         """Attention of ``n_q`` rows over the past alone, all of it visible to every row."""
@@ -139,64 +145,20 @@ class Filled:
         return device, *recorder.last
 
     def expected(self, n_q: int = 1) -> F64:
-        """The float64 reference over the same records and exact rows, [n_q, n_head, D]."""
-        queries = _taken(self.rows.q, self.past, n_q)
-        rows = range(n_q)
-        return np.concatenate(
-            [attend_heads(self._spec, queries[i : i + 1], self._heads(i, i + 1)) for i in rows]
-        )
+        """The float64 reference over the same records or tiles and exact rows, [n_q, n_head, D]."""
+        return self._attended(n_q, range(n_q), current=True)
 
     def expected_past(self, n_q: int, some: slice) -> F64:
         """The same for ``past_call``, for some of its rows."""
-        queries = _taken(self.rows.q, self.past, n_q)
-        rows = range(n_q)[some]
-        return np.concatenate(
-            [attend_heads(self._spec, queries[i : i + 1], self._heads(i, 0)) for i in rows]
-        )
+        return self._attended(n_q, range(n_q)[some], current=False)
 
-    @property
-    def _spec(self) -> LayerSpec:
-        return self.cache.plan.layers[0].spec
-
-    def _heads(self, ahead: int, new: int) -> Iterator[tuple[F64, F64]]:
-        """What the row ``ahead`` of the next one sees of every KV head: the past and the first
-        ``new`` rows, keys and values [n, D].
-        """
-        buffers = self.cache.buffers[0]
-        sides = [
-            (Side.K, self._spec.k_bits, self.rows.k, buffers.k_records),
-            (Side.V, self._spec.v_bits, self.rows.v, buffers.v_records),
-        ]
-        for h in range(self._spec.n_kv_head):
-            keys, values = (self._head(*side, h, ahead, new) for side in sides)
-            yield keys, values
-
-    def _head(
-        self, side: Side, bits: int | None, exact: F32, pool: Any, h: int, ahead: int, new: int
-    ) -> F64:
-        """Every record decoded by the reference, else the row as the stage rounds it."""
-        assert bits is not None
-        dim, pages = self._spec.head_dim, self.cache.state[0].pages[self.cache.class_of[0]]
-        nbytes = HeadLayout(side, bits, dim).nbytes
-        records = np.asarray(pool).reshape(self._spec.n_kv_head, -1, nbytes)[h]
-        staged = reference.stage_rows(exact[:, h : h + 1]).astype(np.float64)
-        out = np.empty((self.past + new, dim))
-        _repeat(reference.rotate(staged, np.float64)[:, 0], out)
-        known: dict[int, F64] = {}
-        for group, slot in enumerate(pages.table):
-            stop = (group + 1) * GROUP
-            if group in pages.blocks:  # a row sees the 128 up to itself exactly
-                stop = min(stop, self.past + ahead - GROUP + 1)
-            if slot < 0 or stop <= group * GROUP:  # sinks have no record
-                continue
-            content = group % _BATCH
-            if content not in known:
-                tile = reference.decode(records[slot], side, bits, dim)
-                known[content] = reference.rotate(tile, np.float64)
-            out[group * GROUP : stop] = known[content][: stop - group * GROUP]
-        if new:
-            out[self.past :] = _taken(exact[:, h], self.past, new)
-        return out
+    def _attended(self, n_q: int, some: range, *, current: bool) -> F64:
+        spec, queries = self.cache.plan.layers[0].spec, taken(self.rows.q, self.past, n_q)
+        found = []
+        for i in some:
+            seen = contents.heads(self.cache, self.rows, self.past, i, i + 1 if current else 0)
+            found.append(attend_heads(spec, queries[i : i + 1], seen))
+        return np.concatenate(found)
 
 
 class _Recorder:
@@ -212,18 +174,6 @@ class _Recorder:
         self._device.run(entry, op, call)
 
 
-def _taken(rows: NDArray[Any], start: int, n: int) -> NDArray[Any]:
-    """Rows ``start .. start + n`` of the endless repetition of one period."""
-    found: NDArray[Any] = np.take(rows, np.arange(start, start + n) % PERIOD, axis=0)
-    return found
-
-
-def _repeat(source: NDArray[Any], out: NDArray[Any]) -> None:
-    for start in range(0, len(out), PERIOD):
-        part = out[start : start + PERIOD]
-        part[:] = source[: len(part)]
-
-
 def attend_heads(spec: LayerSpec, q: F32, heads: Iterable[tuple[F64, F64]]) -> F64:
     """float64 attention of q [rows, n_head, D] over keys and values [n, D] of one KV head after the
     other, all of them visible.
@@ -237,11 +187,17 @@ def attend_heads(spec: LayerSpec, q: F32, heads: Iterable[tuple[F64, F64]]) -> F
     return out.reshape(q.shape)
 
 
+def pairs(keys: F32, values: F32) -> Iterator[tuple[F64, F64]]:
+    """Keys and values [n_kv_head, n, D] as `attend_heads` takes them."""
+    for k, v in zip(keys, values, strict=True):
+        yield k.astype(np.float64), v.astype(np.float64)
+
+
 def tokens(rows: NDArray[np.float32], n: int) -> F32:
     """The first ``n`` rows, head by head and contiguous: [n_kv_head, n, D]."""
     out = np.empty((rows.shape[1], n, rows.shape[2]), np.float32)
     for h in range(len(out)):
-        _repeat(rows[:, h], out[h])
+        repeat(rows[:, h], out[h])
     return out
 
 
@@ -268,7 +224,7 @@ def repeated(
     for start in range(0, past, _STEP):
         n = min(_STEP, past - start)
         step = cache.step({0: n})
-        parts = [device.rows(x, _taken(getattr(rows, x), start, n)) for x in "qkv"]
+        parts = [device.rows(x, taken(getattr(rows, x), start, n)) for x in "qkv"]
         step._rows[0] = (parts[0], parts[1], parts[2])
         step.commit()
     cache.device = device

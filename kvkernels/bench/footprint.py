@@ -6,38 +6,62 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from kvkernels.backend import Device
 from kvkernels.bench.measure import Effort
 from kvkernels.bench.report import Result
 from kvkernels.bench.workload import filled, random_rows
-from kvkernels.op import GROUP, LayerSpec
+from kvkernels.op import GROUP, KVARN_BITS, STANDARD_TYPES, LayerSpec
 from kvkernels.planner import Limits, plan
+from kvkernels.quants import block_type
 from kvkernels.records.layout import HeadLayout, Side
 from kvkernels.registry import open_device
+from kvkernels.storage import Body, Storage
 
 IMPORT_TARGET_S = 0.050
 _HALF = 2
 
 
+def _kept() -> Iterator[tuple[str, LayerSpec]]:
+    """Every kind of body, with and without a tail; the last two are windows that a ring covers."""
+    for k, v in ((2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (8, 8), (5, 4)):
+        yield f"k{k}v{v}", _layer(f"kvarn{k}", f"kvarn{v}")
+    for kind in STANDARD_TYPES:
+        yield kind, _layer(kind, kind)
+    yield "k4v4-tail1000", _layer("kvarn4", "kvarn4", tail=1000)
+    yield "q8_0-tail1000", _layer("q8_0", "q8_0", tail=1000)
+    yield "f32-q4_0-tail64", _layer("f32", "q4_0", tail=64, tail_dtype="f16")
+    yield "k4v4-window512", _layer("kvarn4", "kvarn4", window=512)
+    yield "k4v4-window512-tail512", _layer("kvarn4", "kvarn4", window=512, tail=512)
+    yield "q4_0-window500-tail500", _layer("q4_0", "q4_0", window=500, tail=500)
+
+
+def _layer(k: str, v: str, **options: Any) -> LayerSpec:
+    heads: dict[str, Any] = {"n_head": 32, "n_kv_head": 8, "head_dim": 128}
+    return LayerSpec(**heads, k=k, v=v, encoder="published", **options)
+
+
 def persistent(device: Device, effort: Effort) -> Iterator[Result]:
     """Allocated bytes against the arithmetic of the format, and against an F16 cache."""
     n_ctx = 4096
-    for k, v in ((2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (8, 8), (5, 4)):
-        spec = LayerSpec(
-            n_head=32, n_kv_head=8, head_dim=128, k=f"kvarn{k}", v=f"kvarn{v}", encoder="published"
-        )
+    for name, spec in _kept():
         made = plan([spec], device, Limits(n_ctx=n_ctx))
         buffers = made.allocate().buffers[0]
-        parts = (buffers.k_records, buffers.v_records, buffers.k_exact, buffers.v_exact)
+        parts = [buffers.k_records, buffers.v_records, buffers.k_exact, buffers.v_exact]
+        parts += [buffers.k_ring, buffers.v_ring]
         allocated = sum(part.nbytes for part in parts)
-        record = HeadLayout(Side.K, k, 128).nbytes + HeadLayout(Side.V, v, 128).nbytes
-        exact = 2 * GROUP * spec.head_dim * _HALF
-        expected = spec.n_kv_head * (buffers.slots * record + buffers.blocks * exact)
-        f16 = 2 * n_ctx * spec.n_kv_head * spec.head_dim * _HALF
+        slot, ring = _slot_bytes(buffers.storage), _ring_bytes(buffers.storage)
+        exact = 2 * GROUP * spec.head_dim * _HALF if spec.is_kvarn else 0
+        pages = buffers.pages
+        expected = pages.slots * slot + pages.blocks * exact + pages.rings * ring
+        expected *= spec.n_kv_head
+        rows = min(n_ctx, spec.window or n_ctx)
+        f16 = 2 * rows * spec.n_kv_head * spec.head_dim * _HALF
         same = allocated == expected == made.memory.kv_resident_bytes
+        body = 2 * GROUP * spec.head_dim * _HALF / slot if slot else None
         yield Result(
-            case=f"bytes/k{k}v{v}-d128-h8-n{n_ctx}",
+            case=f"bytes/{name}-d128-h8-n{n_ctx}",
             device=device.caps.id,
             ratio=f16 / allocated,
             baseline="f16-bytes",
@@ -46,8 +70,27 @@ def persistent(device: Device, effort: Effort) -> Iterator[Result]:
             unit="bytes",
             target="allocated = planned = layout arithmetic",
             outcome="ok" if same else "wrong",
-            note=f"records alone {f16 / (n_ctx // GROUP * spec.n_kv_head * record):.2f}x smaller",
+            note=f"its body alone {body:.2f}x smaller" if body else "a ring and no body",
         )
+
+
+def _slot_bytes(storage: Storage) -> int:
+    """128 tokens of K and V of one head: a record each, or as many rows of GGML blocks."""
+    if storage.body is Body.NONE:
+        return 0
+    if storage.body is Body.RECORDS:
+        sides = zip((Side.K, Side.V), (storage.k, storage.v), strict=True)
+        return sum(HeadLayout(side, KVARN_BITS[kind], 128).nbytes for side, kind in sides)
+    return sum(GROUP * block_type(kind).row_bytes(128) for kind in (storage.k, storage.v))
+
+
+def _ring_bytes(storage: Storage) -> int:
+    """One head's ring: rows of V, and channels of K in whole vectors of 64 tokens."""
+    if not storage.tail_rows:
+        return 0
+    rows = storage.tail_rows + storage.reserve
+    k, v = (block_type(kind).row_bytes(128) for kind in storage.ring_types)
+    return -(-rows // 64) * 64 * k + rows * v
 
 
 def transient(device: Device, effort: Effort) -> Iterator[Result]:

@@ -24,7 +24,7 @@ class Effort:
     least_s: float = 0.01
     warmup: int = 2
     cold: bool = False
-    rest_s: float = 0.0  # pause before every cold call, in which threads that spin go to sleep
+    rest_s: float = 0.0  # pause before every timing, in which threads that spin go to sleep
     long_s: float = float("inf")  # a cold call that takes longer is timed in a third of the rounds
 
 
@@ -121,8 +121,9 @@ def measure(calls: Mapping[str, Call], effort: Effort | None = None) -> dict[str
             call, count = calls[name], range(loops[name])
             if cache and turn >= few and takes[name] > effort.long_s:
                 continue
-            if cache:
+            if effort.rest_s:
                 time.sleep(effort.rest_s)
+            if cache:
                 cache.flush()
             start = time.perf_counter()
             for _ in count:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvkernels.bench.contest import OWN, PREFILL, Plan
+from kvkernels.bench.contest import OWN, PREFILL, STANDARD, TAIL, Plan
 from kvkernels.bench.report import SCHEMA
 from kvkernels.errors import InputError
 
@@ -146,6 +146,12 @@ def _decode_floors(n: int, t: int) -> list[Floor]:
     elif n == 32768:
         bf16, quantised = 6.0, 100.0
         made.append(Floor("read of the F16 cache / ours", case, ("read-f16",), "ratio", least=1.0))
+        folded, tail = ("torch-bf16-folded",), f"{OWN}-tail{TAIL}"
+        made += [
+            Floor(f"{folded[0]} / {row}", case, folded, "ratio", least=3.0, over=(row,))
+            for row in (f"kvk-{kind}" for kind in STANDARD)
+        ]
+        made.append(Floor(f"{tail} / {OWN}", case, (tail,), "ratio", most=1.15))
         if t > 1:
             text = f"1 thread / {t} threads"
             made.append(Floor(text, case, (f"{OWN}-1-thread",), "ratio", least=1.7))

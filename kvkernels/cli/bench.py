@@ -233,8 +233,9 @@ def _show(results: list[Result], first: Load, last: Load) -> None:
         )
     console.print(made)
     targets = table("case", "target", "note")
-    for r in {r.case: r for r in results if r.target}.values():
-        targets.add_row(r.case, escape(r.target), escape(r.note))
+    for case, text in {r.case: r.target for r in results if r.target}.items():
+        notes = dict.fromkeys(r.note for r in results if r.case == case and r.note)
+        targets.add_row(case, escape(text), escape("; ".join(notes)))
     console.print()
     console.print(targets)
     console.print(
