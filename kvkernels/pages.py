@@ -246,7 +246,7 @@ class PageClass:
         if not to or self.rules.window is None:
             return True
         if self.rules.body is Body.NONE:
-            return to >= self.lowest(pages, to)
+            return pages.ring is None or to >= self.lowest(pages, pages.ring.top)
         oldest = oldest_key(self.rules.window, self.rules.window_kind, to)
         return pages.first * GROUP <= oldest
 

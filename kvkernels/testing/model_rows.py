@@ -248,9 +248,13 @@ class Ring:
 
     def lowest(self) -> int:
         """Smallest length that a rollback can reach without a body: R rows below the longest, and
-        every length it passes still has its whole window.
+        no further than to where the next query sees nothing of what has been overwritten.
         """
-        whole = self.start + self.tail.rows - 1 if self.start else 0
+        whole, window = self.start, self.spec.window
+        if whole and window and self.spec.window_kind == "chunked":
+            whole += -whole % window
+        elif whole and window:
+            whole += window // 2 if self.spec.window_kind == "symmetric" else window - 1
         return min(self.n, max(0, self.top - self.tail.rollback, whole))
 
     def exact(self) -> int:
