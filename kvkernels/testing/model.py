@@ -86,10 +86,6 @@ class RowsModel:
         """KVarN groups whose stage rows are still there."""
         return self._records.resident
 
-    @resident.setter
-    def resident(self, groups: set[int]) -> None:
-        self._records.resident = groups
-
     @property
     def keeps_records(self) -> bool:
         """Whether there are records at all."""
