@@ -113,10 +113,12 @@ class RowsModel:
         if self.ring:
             self.ring.truncate(keep)
 
-    def lose(self, rows: int) -> None:
-        """A commit of ``rows`` rows failed in the middle of its ring writes."""
+    def lose(self, rows: int, first: int | None = None) -> None:
+        """A commit of ``rows`` rows failed while it wrote them into this ring, which a fork may
+        share with the sequence that wrote, from its position ``first`` on (T11).
+        """
         if self.ring:
-            self.ring.lose(rows)
+            self.ring.lose(rows, first)
 
     def lowest(self) -> int:
         """Smallest length that a rollback must be able to reach, and for KVarN, full attention and

@@ -234,10 +234,13 @@ class Ring:
         self.start = min(self.start, keep)
         self.top = self.top if keep else 0
 
-    def lose(self, rows: int) -> None:
-        """A commit of ``rows`` rows failed while it wrote them: what lay in their slots is gone."""
-        lost = self.n + rows - self.tail.capacity
-        self.start = max(self.start, min(self.n, lost))
+    def lose(self, rows: int, first: int | None = None) -> None:
+        """A commit of ``rows`` rows from position ``first`` (this sequence's length) failed while
+        it wrote them into this ring: what lay in their slots is gone.
+        """
+        first = self.n if first is None else first
+        lost = first + rows - self.tail.capacity
+        self.start = self.n if first < self.n else max(self.start, min(self.n, lost))
 
     def copy(self) -> Ring:
         """An independent ring with the same rows."""

@@ -200,9 +200,17 @@ class Twin:
         assert {seq: self.cache.length(seq) for seq in self.cache.state} == before
         for seq in n_tokens.keys() & self.models.keys():
             for group in self.invalid(seq):
+                # Of forks that share a ring the last in the step writes into it, the others copy.
+                sharers = [s for s in n_tokens if s in before and self._ring(s, group)]
+                own = self._ring(seq, group)
+                writer = [s for s in sharers if self._ring(s, group).ring == own.ring][-1]
                 for layer in self.tails[group].group.layers:
-                    self.models[seq][layer].lose(n_tokens[seq])
+                    self.models[seq][layer].lose(n_tokens[writer], before[writer])
         return 0
+
+    def _ring(self, seq: int, group: int) -> Any:
+        index = self.cache.class_of[self.tails[group].group.layers[0]]
+        return self.cache.state[seq].pages[index].ring
 
     def invalid(self, seq: int) -> set[int]:
         """Groups, by their place in ``plan.tails``, whose ring says that a write failed in it."""

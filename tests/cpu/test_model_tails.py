@@ -22,14 +22,14 @@ from kvkernels.testing.inputs import rows
 from kvkernels.testing.model import RowsModel, model_of
 from kvkernels.testing.model_rows import ModelTail, Ring, newest_visible
 
-E = 2.0**-10  # 1 + E is exact in float32 and in float16; bfloat16 makes 1 of it
+E = 2.0**-10  # 1 + E is exact in float16, and so the minimum of a block; bfloat16 makes 1 of it
 
 
 def counting(**changes: Any) -> kvk.LayerSpec:
     """All scores are 0 and all values 1 + E: what a query answers is 1 + E * (share of rows that it
     did not take from a bfloat16 ring).
     """
-    base = {"n_head": 1, "n_kv_head": 1, "head_dim": 32, "k": "f32", "v": "f32"}
+    base = {"n_head": 1, "n_kv_head": 1, "head_dim": 32, "k": "q5_1", "v": "q5_1"}
     return spec(**(base | changes))
 
 

@@ -16,7 +16,7 @@ from kvkernels.calls import AttendCall
 from kvkernels.capabilities import Capability
 from kvkernels.cli import main
 from kvkernels.cpu.table import TABLE
-from kvkernels.op import OpKind
+from kvkernels.op import KVARN_BITS, STANDARD_TYPES, TAIL_DTYPES, OpKind
 from kvkernels.records.layout import BITS, HEAD_DIMS
 from kvkernels.testing import parity
 from kvkernels.testing.cases import Case, by_id, cases, select
@@ -57,8 +57,17 @@ def test_the_list_covers_what_the_table_claims() -> None:
     for dim in HEAD_DIMS:
         assert any(case.layer.head_dim == dim for case in served)
     for subset in (served, [case for case in served if case.quick]):
-        pairs = {(case.layer.k_bits, case.layer.v_bits) for case in subset}
+        layers = [case.layer for case in subset]
+        pairs = {(s.k_bits, s.v_bits) for s in layers if s.is_kvarn}
         assert pairs == {(k, v) for k in BITS for v in BITS}
+        standard = [(s.k, s.v) for s in layers if not s.is_kvarn]
+        assert {k for k, _ in standard} == {v for _, v in standard} == set(STANDARD_TYPES)
+    layers = [case.layer for case in served]
+    pairs = {(s.k, s.v) for s in layers if not s.is_kvarn}
+    assert pairs == {(k, v) for k in STANDARD_TYPES for v in STANDARD_TYPES}
+    for dtype in TAIL_DTYPES:
+        tails = {(s.k, s.v) for s in layers if s.tail and s.tail_dtype == dtype}
+        assert tails >= {(k, v) for k in KVARN_BITS for v in KVARN_BITS}
     assert {case.layer.gqa for case in served if case.layer.n_kv_head >= 2} >= {1, 4, 5, 6, 8, 12}
     for case in served:
         assert case.bytes > 0
