@@ -95,6 +95,11 @@ class Cache:
             found.append(Coverage(tail.group.id, wanted, min(wanted, state.n - oldest), flags))
         return tuple(found)
 
+    def tokens(self) -> tuple[int, int]:
+        """(capacity, live) tokens over all sequences (M1)."""
+        limits = self.plan.limits
+        return limits.n_seq * limits.n_ctx, sum(state.n for state in self._state.values())
+
     def memory(self) -> Memory:
         """Bytes by owner: resident as allocated, transient as observed on the device (M1, M2)."""
         kept = self.plan.memory.to_json()

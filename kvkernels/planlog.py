@@ -109,7 +109,13 @@ def log_text(plan: Plan) -> str:
             f"{', '.join(line.entries)}; {line.resident_bytes / 2**20:.1f} MiB a layer"
         )
         lines += [f"    {note}" for note in line.notes]
-    lines.append(f"  resident {plan.memory.kv_resident_bytes / 2**20:.1f} MiB")
+    named = ((name.replace("_", " "), n) for name, n in plan.layer_counts.items())
+    counts = ", ".join(f"{n} {name}" for name, n in named if n)
+    memory = plan.memory
+    lines.append(
+        f"  layers: {counts}; resident {memory.kv_resident_bytes / 2**20:.1f} MiB, transient up to "
+        f"{memory.kv_transient_bytes / 2**20:.1f} MiB"
+    )
     return "\n".join(lines)
 
 

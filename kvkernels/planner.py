@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvkernels.arguments import check_query_moments
 from kvkernels.backend import Device
-from kvkernels.dispatch import Decision, Policy, decide
+from kvkernels.dispatch import Decision, Policy, Route, decide
 from kvkernels.errors import InputError, RequestError, UnsupportedOp, did_you_mean
 from kvkernels.memory import LayerSizes, Memory
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
@@ -183,6 +183,20 @@ class Plan:
         planned = enumerate(self.layers)
         kinds = dict.fromkeys((p.spec, p.storage, self.stages_queries(i)) for i, p in planned)
         return replace(resident, kv_transient_bytes=self.device.workspace_bytes(kinds, steps))
+
+    @cached_property
+    def layer_counts(self) -> dict[str, int]:
+        """Layers per route (M1): native without a body, native with one, materialised; a plan with
+        a refused layer does not exist.
+        """
+        found = {"native_bodyless": 0, "native_mixed": 0, "materialised": 0, "refused": 0}
+        for layer in self.layers:
+            if any(d.route is Route.MATERIALIZE for d in layer.attend):
+                found["materialised"] += 1
+            else:
+                bodyless = layer.storage.body is Body.NONE
+                found["native_bodyless" if bodyless else "native_mixed"] += 1
+        return found
 
     @cached_property
     def log(self) -> tuple[LogLine, ...]:

@@ -764,3 +764,25 @@ def test_bad_layers(device: Any) -> None:
     assert caught.value.labels == ("layers 1",)
     with pytest.raises(InputError, match="layers: found none"):
         kvk.plan([], device, kvk.Limits(n_ctx=512))
+
+
+def test_M1_tokens_and_layers_per_route(device: Any) -> None:
+    layers = [spec(), spec(window=150, tail=150), spec(k="q8_0", v="q4_0"), spec(window=90)]
+    cache = make(device, *layers, n_ctx=1000, n_seq=3)
+    want = {"native_bodyless": 2, "native_mixed": 2, "materialised": 0, "refused": 0}
+    assert cache.plan.layer_counts == want
+    assert "2 native bodyless, 2 native mixed; resident" in cache.plan.summary()
+    assert cache.tokens() == (3000, 0)
+    data = layer_rows(cache, 70, "tokens")
+    fill(cache, data, 0, 70)
+    fill(cache, data, 2, 20)
+    assert cache.tokens() == (3000, 90)
+    cache.rollback(0, 1)
+    assert cache.tokens() == (3000, 89)
+    policy = kvk.Policy(entry="cpu/attend_materialized")
+    plan = kvk.plan([spec()] * 2, device, kvk.Limits(n_ctx=256), policy)
+    assert plan.layer_counts == want | {
+        "native_bodyless": 0,
+        "native_mixed": 0,
+        "materialised": 2,
+    }
