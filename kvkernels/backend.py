@@ -11,8 +11,10 @@ from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.op import AttentionOp, LayerSpec
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
-API_VERSION = 1
-"""Raised when a protocol below changes so that an old backend cannot work."""
+API_VERSION = 2
+"""Raised when a protocol below changes so that an old backend cannot work, or operations get fields
+that an old table cannot know.
+"""
 
 STATES = ("ok", "unavailable", "broken", "conflict", "api_mismatch")
 

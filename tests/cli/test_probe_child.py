@@ -17,7 +17,7 @@ PLUGIN = """
 import os, signal, sys, time
 class B:
     name = {name!r}
-    api_version = 1
+    api_version = 2
     table = ()
     def probe(self):
         {body}

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvkernels.backend import API_VERSION
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Path(__file__).parent / "kvk-example"
 
@@ -107,7 +109,7 @@ def fake_package(site: Path, name: str, source: str, package: str) -> None:
     (info / "entry_points.txt").write_text(f"[kvkernels.backends]\n{name} = {module}:B\n")
 
 
-def minimal(name: str, version: int = 1, probe: str = "return []") -> str:
+def minimal(name: str, version: int = API_VERSION, probe: str = "return []") -> str:
     return (
         f"class B:\n    name = {name!r}\n    api_version = {version}\n    table = ()\n"
         f"    def probe(self):\n        {probe}\n"

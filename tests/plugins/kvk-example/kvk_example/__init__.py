@@ -10,6 +10,7 @@ from kvkernels.capabilities import (
     DeviceCaps,
     Route,
     at_most,
+    equal,
     fact_at_least,
     one_of,
     same,
@@ -27,6 +28,10 @@ TABLE = (
             one_of("head_dim_k", (64, 128)),
             same("head_dim_k", "head_dim_v"),
             at_most("n_q", 512),
+            # What it does not know must be named: anything else counts as supported.
+            equal("tail_rows", 0),
+            equal("window_kind", "sliding"),
+            equal("causal", True),
             fact_at_least("memory_bytes", 1 << 20),
         ),
         numerics="exactly zero",
@@ -57,7 +62,7 @@ class ExampleBackend:
     """What the entry point names."""
 
     name = "example"
-    api_version = 1
+    api_version = 2
     table = TABLE
 
     def probe(self) -> Sequence[DeviceCaps]:
