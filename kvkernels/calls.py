@@ -108,8 +108,8 @@ class LayerBuffers:
     """Device memory of one layer.
 
     k_records, v_records: uint8 [n_kv_head, slots, head bytes], records in ``layout`` or tiles of
-    standard types (``quants/tiles.py``); k_ring, v_ring: uint16 [n_kv_head, rings, D, stride] and
-    [n_kv_head, rings, rows, D_v], un-rotated rows of the precision tail; k_exact: fp16
+    standard types (``quants/tiles.py``); k_ring, v_ring: uint16 [n_kv_head, rings, tiles, D, 128]
+    and [n_kv_head, rings, rows, D_v], un-rotated rows of the precision tail; k_exact: fp16
     [n_kv_head, blocks, D, 128], v_exact: fp16 [n_kv_head, blocks, 128, D], both rotated; q_exact:
     fp16 [n_head, blocks, D, 128], rotated, or None when queries are not staged. One KV head's
     records are contiguous, heads are never interleaved (codec.md 5b). query_moment: float64

@@ -5,12 +5,16 @@ predicted by the plan and reported by the cache.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from kvkernels.op import KVARN_BITS, LayerSpec
 from kvkernels.quants import block_type
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, HeadLayout, Side
 from kvkernels.storage import Body, Pages, Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _HALF = 2
 
@@ -53,9 +57,21 @@ class Memory:
         }
 
 
-def ring_stride(storage: Storage) -> int:
-    """Elements from one channel of K to the next in a ring: whole vectors of 64 tokens."""
+def ring_slots(storage: Storage) -> int:
+    """Slots of K in a ring: whole vectors of 64 tokens."""
     return -(-storage.capacity // 64) * 64
+
+
+def ring_tiles(k: NDArray[Any], dim: int, storage: Storage) -> list[tuple[int, NDArray[Any]]]:
+    """K of rings, [n_kv_head, rings, D * slots], as (first slot, view [.., D, up to 128 slots]):
+    like blocks and tiles, so that a kernel walks memory in order.
+    """
+    slots, found = ring_slots(storage), []
+    for first in range(0, slots, GROUP):
+        width = min(GROUP, slots - first)
+        part = k[..., first * dim : (first + width) * dim]
+        found.append((first, part.reshape(*k.shape[:-1], dim, width)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +109,7 @@ class LayerSizes:
             v_slot=slots[1],
             kv_block=heads * block,
             q_block=layer.n_head * block if keep_queries else 0,
-            k_ring=per_row[0] * ring_stride(storage),
+            k_ring=per_row[0] * ring_slots(storage),
             v_ring=per_row[1] * storage.capacity,
             ring_row=sum(per_row),
         )

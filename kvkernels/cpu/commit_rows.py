@@ -15,9 +15,9 @@ from kvkernels.calls import CommitCall, TailCall
 from kvkernels.cpu.columns import STANDARD
 from kvkernels.cpu.entries import compiled
 from kvkernels.cpu.pool import ThreadPool
-from kvkernels.memory import ring_stride
+from kvkernels.memory import ring_slots, ring_tiles
 from kvkernels.quants.tiles import BLOCK, TileLayout
-from kvkernels.records.layout import Side
+from kvkernels.records.layout import GROUP, Side
 
 _ROWS_PER_THREAD = 256
 
@@ -57,15 +57,18 @@ def commit_tail(call: TailCall, _isa: str) -> None:
     k_type, v_type = storage.ring_types
     n = call.layer.n_kv_head
     dims = (call.layer.head_dim, call.layer.head_dim_v)
-    k = _typed(buffers.k_ring, k_type).reshape(n, -1, dims[0], ring_stride(storage))
+    k = _typed(buffers.k_ring, k_type).reshape(n, -1, dims[0] * ring_slots(storage))
+    tiles = ring_tiles(k, dims[0], storage)
     v = _typed(buffers.v_ring, v_type).reshape(n, -1, storage.capacity, dims[1])
     for w in call.writes:
         if w.base >= 0:
             k[:, w.ring], v[:, w.ring] = k[:, w.base], v[:, w.base]
         rows = slice(w.source, w.source + w.rows)
-        slots = slice(w.slot, w.slot + w.rows)
-        k[:, w.ring, :, slots] = call.k[rows].transpose(1, 2, 0)
-        v[:, w.ring, slots] = call.v[rows].transpose(1, 0, 2)
+        v[:, w.ring, w.slot : w.slot + w.rows] = call.v[rows].transpose(1, 0, 2)
+        by_channel = call.k[rows].transpose(1, 2, 0)
+        for first, tile in tiles[w.slot // GROUP : -(-(w.slot + w.rows) // GROUP)]:
+            a, b = max(w.slot, first), min(w.slot + w.rows, first + GROUP)
+            tile[:, w.ring, :, a - first : b - first] = by_channel[..., a - w.slot : b - w.slot]
 
 
 _DTYPES = {

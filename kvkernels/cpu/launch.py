@@ -27,7 +27,7 @@ from kvkernels.cpu.columns import (
     TILES,
 )
 from kvkernels.cpu.entries import dot_address, matrix_address
-from kvkernels.memory import ring_stride
+from kvkernels.memory import ring_slots
 from kvkernels.op import KVARN_BITS, WINDOW_KINDS, LayerSpec
 from kvkernels.quants import block_type
 from kvkernels.quants.tiles import TileLayout
@@ -229,7 +229,7 @@ def constants(
         WINDOW_KINDS.index(layer.window_kind), int(layer.causal),
         min(GROUP, window) if window else GROUP, int(storage.body is Body.RECORDS), k.nbytes,
         v.nbytes, pages.slots, pages.blocks, _MODES[k_mode], _MODES[v_mode], k.kind, v.kind,
-        pages.rings, storage.capacity, ring_stride(storage), ring_k, ring_v,
+        pages.rings, storage.capacity, ring_slots(storage), ring_k, ring_v,
     ]  # fmt: skip
     addresses = [
         [dot_address(side.bits, rows, mode, isa) if side.bits else 0 for rows in ROW_BLOCKS]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvkernels.backend import Device
 from kvkernels.cache import Cache
 from kvkernels.calls import LayerBuffers
-from kvkernels.memory import ring_stride
+from kvkernels.memory import ring_slots, ring_tiles
 from kvkernels.op import LayerSpec
 from kvkernels.planner import LayerPlan
 from kvkernels.quants.tiles import TileLayout
@@ -136,15 +136,16 @@ def _poison_rings(cache: Cache, layer: LayerPlan, buffers: LayerBuffers, index: 
         ring = state.pages[index].ring
         if ring:
             live_rows[ring.ring, np.arange(ring.start, state.n) % storage.capacity] = True
-    dims = (layer.spec.head_dim, layer.spec.head_dim_v)
-    k = buffers.k_ring.view(np.uint8).reshape(
-        heads, len(live_rows), dims[0], ring_stride(storage), -1
-    )
-    v = buffers.v_ring.view(np.uint8).reshape(heads, len(live_rows), storage.capacity, -1)
+    shape, dim = (heads, len(live_rows)), layer.spec.head_dim
+    element = buffers.k_ring.nbytes // (heads * len(live_rows) * dim * ring_slots(storage))
+    typed = buffers.k_ring.view(f"u{element}").reshape(*shape, dim * ring_slots(storage))
+    v = buffers.v_ring.view(np.uint8).reshape(*shape, storage.capacity, -1)
     for ring_id, rows in enumerate(live_rows):
-        k[:, ring_id, :, : len(rows)][:, :, ~rows] = BYTE
-        k[:, ring_id, :, len(rows) :] = BYTE
         v[:, ring_id][:, ~rows] = BYTE
+        dead = np.ones(ring_slots(storage), np.bool_)
+        dead[: len(rows)] = ~rows
+        for first, tile in ring_tiles(typed, dim, storage):
+            tile[:, ring_id][:, :, dead[first : first + tile.shape[-1]]] = np.iinfo(tile.dtype).max
 
 
 def rows_of(name: str, array: NDArray[Any], spec: LayerSpec, blocks: int) -> NDArray[np.uint16]:

@@ -37,7 +37,7 @@ from kvkernels.cpu.kernels.tiles import (
     RECORDS,
     RING_K,
     RING_ROWS,
-    RING_STRIDE,
+    RING_SLOTS,
     RING_V,
     RINGS,
     SLICE,
@@ -104,7 +104,7 @@ def run_items(
     queries_in: float32 [T, n_head, D] flat; k_codes / v_codes: uint8 pools of records or tiles
     [n_kv_head, slots, bytes] flat, with their uint16 views k_halves / v_halves; k_exact: uint16
     [n_kv_head, blocks, D, 128] flat, v_exact the same as [.., 128, D], both rotated; k_ring: uint16
-    [n_kv_head, rings, D, stride] flat, v_ring [n_kv_head, rings, rows, D_v], un-rotated; k_new,
+    [n_kv_head, rings, tiles, D, 128] flat, v_ring [n_kv_head, rings, rows, D_v], un-rotated; k_new,
     v_new: float32 [T, n_kv_head, D or D_v] flat, both un-rotated, but for items of kind ALL k_new
     is [n_kv_head, D, k_new_stride]; k_new_stride 0 says that there are none; mats: addresses of the
     matrix kernels by element kind; cuts [T]: the oldest key a query takes from the ring; pm, pl:
@@ -241,8 +241,9 @@ def run_items(
                     if phase == TILES:
                         halves, offset = k_halves, k_at // 2
                     elif phase == RING:
-                        halves, stride = k_ring, shape[RING_STRIDE]
-                        offset = (at * dim * stride + runs[index, SLOT]) * words_of(kind_k)
+                        halves, slot = k_ring, runs[index, SLOT]
+                        stride = min(stride, shape[RING_SLOTS] - slot)
+                        offset = (at * shape[RING_SLOTS] + slot) * dim * words_of(kind_k)
                     exact_scores(
                         q, mats[3 * kind_k :], halves, offset, words_of(kind_k), stride, dim, low,
                         high, rows, scores,

@@ -48,7 +48,7 @@ GROUP = 128
     V_KIND,
     RINGS,
     RING_ROWS,
-    RING_STRIDE,
+    RING_SLOTS,
     RING_K,
     RING_V,
 ) = range(23)
