@@ -137,7 +137,7 @@ def test_machine_of(route: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_machine_for_longer(route: str) -> None:
-    run(60, 40, type("Machine", (TailMachine,), {"route": route}))
+    run(16, 30, type("Machine", (TailMachine,), {"route": route}))
 
 
 def _filled(*layers: kvk.LayerSpec, n: int = 500, **limits: Any) -> Twin:
