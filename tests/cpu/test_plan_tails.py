@@ -5,10 +5,13 @@ T13, A3).
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from cache_tools import spec
 
@@ -17,8 +20,9 @@ from kvkernels import errors
 from kvkernels.backend import Device
 from kvkernels.capabilities import Capability, one_of
 from kvkernels.errors import InputError, RequestError
-from kvkernels.op import OpKind
+from kvkernels.op import STANDARD_TYPES, OpKind
 from kvkernels.planner import Plan
+from kvkernels.records.layout import BITS
 from kvkernels.request import Representation, ResolvedTail, TailRequest
 from kvkernels.storage import Body, Storage
 
@@ -618,3 +622,114 @@ def test_a_resolved_tail_is_data(device: Device) -> None:
     assert (data["group"], data["representation"]) == ("swa@l0", "native_exact")
     assert (data["raw"], data["effective"], data["rollback"]) == (600, 512, 1)
     assert "tail of swa@l0: 600 rows asked for, 512 exact (native exact, bf16" in tail.explain()
+
+
+# --- field cases
+
+LADDER = """
+import sys
+import numpy as np
+import kvkernels as kvk
+from kvkernels.registry import open_device
+
+device, source = open_device("cpu:0"), np.random.default_rng(3)
+for dim in (128, 256, 512):
+    for n_kv in (256, 512):
+        for tail in (0, 128, 256):
+            layer = kvk.LayerSpec(n_head=2, n_kv_head=1, head_dim=dim, k="kvarn5", v="kvarn4",
+                                  tail=tail, encoder="published")
+            plan = kvk.plan([layer], device, kvk.Limits(n_ctx=n_kv, n_ubatch=n_kv))
+            cache = plan.allocate()
+            for n in (n_kv - 3, 3):
+                arrays = [source.normal(size=(n, h, dim)).astype(np.float32) for h in (2, 1, 1)]
+                with cache.step({0: n}) as step:
+                    out = step.attend(0, *arrays)
+                if not np.isfinite(out).all() or not out.any():
+                    sys.exit(f"{dim} {n_kv} {tail}: {out}")
+            print(dim, n_kv, tail, plan.log[0].route, plan.log[0].effective)
+"""
+
+
+def test_F03_the_ladder_ends_without_an_abort() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LADDER], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 3 * 2 * 3
+    assert {line[3] for line in lines} == {"native"}
+    for _, n_kv, tail, _, kept in lines:
+        assert int(kept) == min(max(128, int(tail)), int(n_kv))
+
+
+@pytest.mark.parametrize("dim", [128, 256, 512])
+@pytest.mark.parametrize("n_ctx", [256, 512, 1024, 2048, 4096, 8192])
+def test_F03_every_rung_has_a_route(device: Device, dim: int, n_ctx: int) -> None:
+    for tail in ("0", "128", "256"):
+        made = plan(device, spec(head_dim=dim), tail=tail, n_ctx=n_ctx, n_ubatch=min(512, n_ctx))
+        assert {line.route for line in made.log} == {"native"}
+
+
+def test_F12_every_pair_of_types_is_served_on_the_device_that_was_asked_for(
+    device: Device,
+) -> None:
+    layers = [spec(k=k, v=v) for k in STANDARD_TYPES for v in STANDARD_TYPES]
+    layers += [spec(k=f"kvarn{k}", v=f"kvarn{v}") for k in BITS for v in BITS]
+    for tail in (None, "256"):
+        made = plan(device, *layers, tail=tail)
+        for planned in made.layers:
+            assert {d.op.device for d in planned.decisions} == {"cpu:0"}
+            assert {str(d.route) for d in planned.decisions} == {"native"}
+        assert all(t.warnings == () for t in made.tails)
+    with pytest.raises(RequestError, match=r"k, v: found k='kvarn4' with v='q4_0'; needed both"):
+        spec(k="kvarn4", v="q4_0")
+
+
+def test_F12_a_pair_the_device_lacks_is_refused_by_name(device: Device) -> None:
+    lacking = one_of("v_type", ("q8_0",))
+    table = tuple(
+        replace(row, requires=(*row.requires, lacking)) if row.kind is OpKind.ATTEND else row
+        for row in device.table
+    )
+    stand_in = StandIn(device, table)
+    with pytest.raises(errors.UnsupportedOp) as caught:
+        plan(stand_in, standard(v="q8_0"), standard(), standard())
+    assert caught.value.labels == ("layers 1-2",)
+    text = str(caught.value)
+    assert "[op.v_type] needs v_type in q8_0; found q4_0" in text
+    assert "cpu:0" in text
+    # With a tail the request says what is missing, on which device, for which types.
+    with pytest.raises(RequestError, match=r"no native attached-tail.*cpu:0, q8_0/q4_0"):
+        plan(stand_in, standard(), tail="64")
+    assert stand_in.allocated == 0
+
+
+@pytest.mark.parametrize("tail", [None, "64", "512"])
+def test_F02_what_was_planned_native_is_confirmed_in_the_step(device: Device, tail: Any) -> None:
+    """Every size of step, at every fill, takes the planned route: no second opinion refuses it."""
+    layers = (spec(), standard(), swa(), swa(300, window_kind="chunked"))
+    made = plan(device, *layers, tail=tail, n_ctx=400, n_ubatch=130, n_seq=2)
+    cache = made.allocate()
+    zeros = np.zeros((130, 4, 64), np.float32)
+    for n_tokens in ({0: 1}, {0: 16, 1: 1}, {0: 17}, {0: 113, 1: 17}, {1: 130}, {0: 1, 1: 1}):
+        n = sum(n_tokens.values())
+        with cache.step(n_tokens) as step:
+            for layer in range(len(layers)):
+                step.attend(layer, zeros[:n], zeros[:n, :2], zeros[:n, :2])
+    assert len(cache._decisions) > 4
+    for op, decision in cache._decisions.items():
+        assert str(decision.route) == "native", op
+
+
+def test_F02_a_device_that_changes_its_mind_is_caught_before_anything_runs(device: Device) -> None:
+    stand_in = StandIn(device)
+    cache = plan(stand_in, standard(), tail="64", n_ctx=400, n_ubatch=130).allocate()
+    zeros = np.zeros((20, 4, 64), np.float32)
+    stand_in.table = without_bf16(device.table, OpKind.ATTEND)
+    with (
+        pytest.raises(errors.RouteMismatch, match=r"(?s)planned native by .*op\.tail_dtype"),
+        cache.step({0: 20}) as step,
+    ):
+        step.attend(0, zeros, zeros[:, :2], zeros[:, :2])
+    assert stand_in.launches == 0
+    assert cache.length(0) == 0
