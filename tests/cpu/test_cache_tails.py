@@ -435,7 +435,6 @@ def test_F22_chunk_edges_in_on_and_after_a_groups(device: Any, chunk: int) -> No
     answers_in_chunks(device, 300, chunk)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [128, 192, 256, 500, 512, 1000, 1024])
 def test_F22_ubatches_do_not_change_the_answer(device: Any, chunk: int) -> None:
     answers_in_chunks(device, 1024, chunk)
