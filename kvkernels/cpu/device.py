@@ -134,7 +134,10 @@ class CpuDevice:
         if not bad.any() and stored & Stored.ROTATED:
             half = np.empty((rows.size // rows.shape[-1], rows.shape[-1]), np.uint16)
             compiled(self.isa, "rotate.rotate_rows_to_half")(rows.reshape(half.shape), half)
-            bad = ((half & 0x7C00) == 0x7C00).reshape(rows.shape)
+            over = ((half & 0x7C00) == 0x7C00).reshape(rows.shape)
+            # Rotation spreads a value over all channels: the largest is what made them overflow.
+            size = np.abs(rows)
+            bad = over.any(-1, keepdims=True) & (size == size.max(-1, keepdims=True))
         if not bad.any():
             return None
         return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), rows.shape))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from kvkernels import tail
 from kvkernels.calls import DECODE_ROWS
 from kvkernels.cpu.launch import CHUNK, ROW_BLOCK
-from kvkernels.op import GROUP, LayerSpec
+from kvkernels.op import GROUP, LayerSpec, oldest_key
 from kvkernels.storage import Body, Steps, Storage
 
 _FLOAT, _HALF = 4, 2
@@ -35,15 +35,22 @@ def _decode(spec: LayerSpec, storage: Storage, steps: Steps) -> dict[str, int]:
     rows, sequences = queries * spec.gqa, max(1, min(steps.n_seq, steps.n_ubatch // queries))
     items = 1  # current rows
     if storage.body is not Body.NONE:
-        first = 0 if spec.window is None else max(0, n - spec.window + 1) // GROUP
-        first = max(first, spec.sink_tokens // GROUP)
-        items += len(list(pairwise(_edges(first, -(-n // GROUP)))))
+        first = max(_oldest(spec, n), spec.sink_tokens) // GROUP
+        # Tiles hold the open group too, records only sealed ones.
+        stop = n // GROUP if storage.body is Body.RECORDS else -(-n // GROUP)
+        items += len(list(pairwise(_edges(first, stop))))
     items += storage.body is Body.RECORDS  # sinks, previous and open group
     if storage.tail_rows:
         oldest = max(0, n - storage.tail_rows)
         items += -(-len(tail.runs(oldest, n, storage.capacity)) // CHUNK)
     parts = sequences * spec.n_kv_head * items
     return {"partial": parts * rows * (2 + spec.head_dim_v) * _FLOAT}
+
+
+def _oldest(spec: LayerSpec, n: int) -> int:
+    """The oldest row that a query at ``n`` may see; of chunks, the one at the end of a chunk."""
+    kind = "sliding" if spec.window_kind == "chunked" else spec.window_kind
+    return oldest_key(spec.window, kind, n)
 
 
 def _edges(start: int, stop: int) -> list[int]:
