@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvkernels.dispatch import Decision, confirm
-from kvkernels.errors import CapacityError, InputError, RollbackError, StateError, StepError
+from kvkernels.errors import (
+    CapacityError,
+    InputError,
+    RollbackError,
+    RouteMismatch,
+    StateError,
+    StepError,
+)
 from kvkernels.memory import Memory
 from kvkernels.op import AttentionOp, oldest_key
 from kvkernels.pages import PageClass, SeqPages
@@ -239,13 +246,17 @@ class Cache:
             if len(self._decisions) > 4096:
                 self._decisions.clear()
             plan = self.plan
-            found = self._decisions[op] = confirm(
-                plan.layers[layer].planned(op.n_q),
-                op,
-                self.device.table,
-                self.device.caps,
-                plan.policy,
-            )
+            try:
+                found = confirm(
+                    plan.layers[layer].planned(op.n_q),
+                    op,
+                    self.device.table,
+                    self.device.caps,
+                    plan.policy,
+                )
+            except RouteMismatch as mismatch:
+                raise RouteMismatch(mismatch.planned, mismatch.final, layer) from None
+            self._decisions[op] = found
         return found
 
     def finish(self, new: Mapping[int, SeqState] | None) -> None:

@@ -54,12 +54,15 @@ class UnsupportedOp(KvkError):
 
 
 class RouteMismatch(KvkError):
-    """The final built operation does not take the planned route; nothing was enqueued."""
+    """The final built operation, of a cache's ``layer``, does not take the planned route; nothing
+    was enqueued.
+    """
 
-    def __init__(self, planned: Any, final: Any) -> None:
-        self.planned, self.final = planned, final
+    def __init__(self, planned: Any, final: Any, layer: int | None = None) -> None:
+        self.planned, self.final, self.layer = planned, final, layer
+        where = "" if layer is None else f"layer {layer}: "
         super().__init__(
-            f"planned {planned.route} by {planned.entry}, but the final operation gives:\n"
+            f"{where}planned {planned.route} by {planned.entry}, but the final operation gives:\n"
             f"{final.explain()}\n"
             "Plan again with limits that cover this operation."
         )

@@ -48,7 +48,9 @@ def tail_request(
         raise RequestError("tail_dtype", found=found, needed="one for all layers with a tail")
     counts = {}
     for group in groups:
-        asked = {layers[i].tail for i in group.layers}
+        # A layer that keeps exact rows anyway has nothing to say unless it asks.
+        asks = [layers[i] for i in group.layers if layers[i].tail or not _exact(layers[i])]
+        asked = {layer.tail for layer in asks} or {0}
         if len(asked) > 1:
             raise RequestError(
                 "tail",
@@ -85,6 +87,9 @@ def _route(
     types: list[str] = []
     for spec in specs:
         types.append(f"{spec.k}/{spec.v}")
+        plain = attend_op(spec, caps.id, 1, 300)
+        if not decide(plain, table, caps, Policy(allow_unqualified=True)).ok:
+            continue  # refused with or without a tail, and the plan says why
         storage = replace(Storage.plain(spec), tail_rows=1, reserve=1, tail_dtype=dtype)
         write = attend_op(spec, caps.id, 1, 2, storage, kind=OpKind.TAIL)
         attend = attend_op(spec, caps.id, 1, 300, storage)
@@ -103,13 +108,16 @@ def storage_of(spec: LayerSpec, tail: ResolvedTail) -> Storage:
     plain = Storage.plain(spec)
     if tail.representation in (Representation.NONE, Representation.STAGE) or tail.dtype is None:
         return plain
-    exact = plain.k in EXACT_TYPES and plain.v in EXACT_TYPES
     k, v = (t if t in EXACT_TYPES else tail.dtype for t in (plain.k, plain.v))
     covered = tail.representation is Representation.NATIVE_EXACT
     if covered and spec.window is None:
         return Storage(body=Body.TILES, k=k, v=v)  # a plain exact cache (T9)
-    if exact and not covered:
+    if _exact(spec) and not covered:
         return plain  # the body is as exact as a tail would be
     if covered:
         plain = Storage(body=Body.NONE, k=k, v=v)
     return replace(plain, tail_rows=tail.effective, reserve=tail.rollback, tail_dtype=tail.dtype)
+
+
+def _exact(spec: LayerSpec) -> bool:
+    return spec.k in EXACT_TYPES and spec.v in EXACT_TYPES

@@ -15,7 +15,6 @@ import kvkernels as kvk
 from kvkernels import quants
 from kvkernels.cache import Cache
 from kvkernels.errors import CapacityError, NonFiniteError, RollbackError
-from kvkernels.memory import ring_stride
 from kvkernels.op import STANDARD_TYPES
 from kvkernels.quants.tiles import TileLayout
 from kvkernels.records.layout import GROUP, Side
@@ -71,7 +70,15 @@ def ring_rows(cache: Cache, layer: int, seq: int) -> tuple[int, Any, Any]:
     assert ring is not None
     k_type, v_type = storage.ring_types
     heads, rings = s.n_kv_head, buffers.pages.rings
-    k = buffers.k_ring.view(DTYPES[k_type]).reshape(heads, rings, s.head_dim, ring_stride(storage))
+    flat = buffers.k_ring.view(DTYPES[k_type]).reshape(heads, rings, -1)
+    # Tiles of 128 slots, [D, slots], the last one as wide as is left of whole vectors of 64.
+    wide, at, tiles = -(-storage.capacity // 64) * 64, 0, []
+    for first in range(0, wide, GROUP):
+        width = min(GROUP, wide - first)
+        tile = flat[..., at : at + s.head_dim * width]
+        tiles.append(tile.reshape(heads, rings, s.head_dim, width))
+        at += s.head_dim * width
+    k = np.concatenate(tiles, axis=3)
     v = buffers.v_ring.view(DTYPES[v_type]).reshape(heads, rings, storage.capacity, s.head_dim_v)
     slots = [row % storage.capacity for row in range(ring.start, state.n)]
     return (

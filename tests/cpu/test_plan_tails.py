@@ -18,7 +18,7 @@ from cache_tools import spec
 import kvkernels as kvk
 from kvkernels import errors
 from kvkernels.backend import Device
-from kvkernels.capabilities import Capability, one_of
+from kvkernels.capabilities import Capability, equal, one_of
 from kvkernels.errors import InputError, RequestError
 from kvkernels.op import STANDARD_TYPES, OpKind
 from kvkernels.planner import Plan
@@ -606,8 +606,8 @@ def test_a_plan_allocates_nothing_and_a_refused_one_neither(device: Device) -> N
     assert (stand_in.allocated, stand_in.launches) == (0, 0)
     with pytest.raises(errors.UnsupportedOp, match="head_dim_k"):
         plan(stand_in, *MODEL, spec(head_dim=80), tail="swa=512,full@l1=64,full@l4=0")
-    # With a tail on the layer itself the request is what fails first.
-    with pytest.raises(RequestError, match=r"full@l4 \(layers 4\).*needed a complete route"):
+    # Nor does a tail on the layer itself hide why the layer is refused (F02).
+    with pytest.raises(errors.UnsupportedOp, match="head_dim_k"):
         plan(stand_in, *MODEL, spec(head_dim=80), tail="auto")
     with pytest.raises(RequestError):
         plan(stand_in, *MODEL, tail="1,2,3")
@@ -698,7 +698,16 @@ def test_F12_a_pair_the_device_lacks_is_refused_by_name(device: Device) -> None:
     text = str(caught.value)
     assert "[op.v_type] needs v_type in q8_0; found q4_0" in text
     assert "cpu:0" in text
-    # With a tail the request says what is missing, on which device, for which types.
+    # With a tail too: the tail is not what is missing.
+    with pytest.raises(errors.UnsupportedOp, match=r"\[op.v_type\] needs v_type in q8_0"):
+        plan(stand_in, standard(), tail="64")
+    # Where only the tail's route is missing the request says so, with device and types.
+    lacking = equal("tail_rows", 0)
+    table = tuple(
+        replace(row, requires=(*row.requires, lacking)) if row.kind is OpKind.ATTEND else row
+        for row in device.table
+    )
+    stand_in = StandIn(device, table)
     with pytest.raises(RequestError, match=r"no native attached-tail.*cpu:0, q8_0/q4_0"):
         plan(stand_in, standard(), tail="64")
     assert stand_in.allocated == 0
@@ -733,3 +742,10 @@ def test_F02_a_device_that_changes_its_mind_is_caught_before_anything_runs(devic
         step.attend(0, zeros, zeros[:, :2], zeros[:, :2])
     assert stand_in.launches == 0
     assert cache.length(0) == 0
+
+
+def test_an_exact_layer_has_no_say_in_the_tail_of_its_group(device: Device) -> None:
+    made = plan(device, standard(tail=256), standard(k="f16", v="f16"))
+    assert [layer.storage.tail_rows for layer in made.layers] == [256, 0]
+    with pytest.raises(RequestError, match="0, 256 rows in layers of full@l0"):
+        plan(device, standard(tail=256), standard(v="f16"))
