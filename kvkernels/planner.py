@@ -176,7 +176,9 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Resident bytes, exact to the byte; transient ones of steps as large as the limits."""
+        """Resident bytes, exact to the byte; transient ones of steps as large as the limits, with
+        as many rows of every sequence of a decode (uneven ones can take more).
+        """
         resident = sum((self.layer_memory(i) for i in range(len(self.layers))), Memory())
         limits = self.limits
         steps = Steps(limits.n_ctx, limits.n_ubatch, limits.n_seq, limits.verify)
