@@ -19,6 +19,7 @@ from kvkernels.cpu.kernels.simd import (
     load,
     splat,
     store,
+    vabs,
     vmax,
     vmin,
     where_between,
@@ -38,8 +39,8 @@ def softcap_lanes(x, cap):
 
 @inner
 def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
-    """In place: cap, add ``slope * (key - query)`` and the mask, set keys outside [low, high) to
-    -inf.
+    """In place: cap, take ``slope * |key - query|`` off, add the mask, set keys outside [low, high)
+    to -inf.
 
     ``distance`` = position of key 0 minus position of the query; ``mask_at`` < 0 means no mask, and
     the mask is only read for keys in [low, high). Returns the largest score.
@@ -52,7 +53,7 @@ def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
                 capped = first(softcap_lanes(splat(scores[at + t]), cap))
             else:
                 capped = scores[at + t]
-            shifted = capped + slope * float32(distance + t) + bias
+            shifted = capped - slope * float32(abs(distance + t)) + bias
             scores[at + t] = shifted if bias > MINUS_INF else MINUS_INF
     largest = splat(MINUS_INF)
     for t in range(0, n, 16):
@@ -61,7 +62,7 @@ def prepare_row(scores, at, n, low, high, cap, slope, distance, mask, mask_at):
             if cap > float32(0.0):
                 s = softcap_lanes(s, cap)
             if slope != float32(0.0):
-                s = fma(splat(slope), iota(distance + t), s)
+                s = fma(splat(-slope), vabs(iota(distance + t)), s)
         if low > t or high < t + 16:
             s = where_between(s, int64(t), low, high, MINUS_INF)
         store(scores, at + t, s)
