@@ -38,10 +38,13 @@ _rows: tuple[Requirement, ...] = (
     one_of("v_type", STANDARD_TYPES),
     _dense,
 )
-_attend: tuple[Requirement, ...] = (
+_either: tuple[Requirement, ...] = (
     *(when(_kvarn, need) for need in _records if need is not _dense),
     *(when(_standard, need) for need in _rows if need is not _dense),
     _dense,
+)
+_attend: tuple[Requirement, ...] = (
+    *_either,
     one_of("q_dtype", ("f32", "f16", "bf16")),
     one_of("kv_dtype", ("f32", "f16", "bf16")),
     one_of("tail_dtype", ("none", *TAIL_DTYPES)),
@@ -116,12 +119,7 @@ TABLE: tuple[Capability, ...] = (
         entry="cpu/commit_tail",
         kind=OpKind.TAIL,
         route=Route.NATIVE,
-        requires=(
-            *(when(_kvarn, need) for need in _records if need is not _dense),
-            *(when(_standard, need) for need in _rows if need is not _dense),
-            _dense,
-            one_of("tail_dtype", TAIL_DTYPES),
-        ),
+        requires=(*_either, one_of("tail_dtype", TAIL_DTYPES)),
         numerics="rows rounded to nearest even, un-rotated",
     ),
     Capability(
