@@ -81,11 +81,11 @@ def work_of(
     """
     # Everything of a layer that the lists, or what is packed of them, depend on.
     dims = (layer.head_dim, layer.head_dim_v)
-    key = ("cpu", layer.n_kv_head, layer.gqa, dims, body, current, blocks)
+    key = ("cpu", layer.n_kv_head, layer.gqa, dims, layer.causal, body, current, blocks)
     if cuts is not None:
         return _Builder(layer, body, current, blocks).build(batch, cuts)
     if key not in batch.prepared:
-        made = _Builder(layer, body, current, blocks).build(batch, masks.newest_cuts(batch))
+        made = _Builder(layer, body, current, blocks).build(batch, masks.newest_cuts(batch, layer))
         batch.prepared[key] = made
     work: Work = batch.prepared[key]
     return work

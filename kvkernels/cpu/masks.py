@@ -64,12 +64,13 @@ def flatten(
     return seqs, np.concatenate(parts)
 
 
-def newest_cuts(batch: Batch) -> NDArray[np.int64]:
-    """The oldest row that every query row takes from its ring, when all rows are visible."""
+def newest_cuts(batch: Batch, layer: LayerSpec) -> NDArray[np.int64]:
+    """The oldest row that every query row takes from its ring, when no mask hides any."""
     cuts = np.full(batch.n_rows, NO_CUT, np.int64)
     for v in batch.views:
         if v.tail:
-            own = np.arange(v.n_past, v.n_past + v.n_q) - v.tail.rows + 1
+            end = v.n_past + v.n_q
+            own = _after_newest(layer, np.arange(v.n_past, end), end) - v.tail.rows
             cuts[v.q_start : v.q_start + v.n_q] = np.maximum(own, v.tail.start)
     return cuts
 
@@ -79,7 +80,7 @@ def masked_cuts(batch: Batch, layer: LayerSpec, masks: Sequence[Any | None]) -> 
 
     A row counts as seen when some head sees it; masks have no say about heads in a tail.
     """
-    cuts = newest_cuts(batch)
+    cuts = newest_cuts(batch, layer)
     for view, mask in zip(batch.views, masks, strict=True):
         if mask is None or view.tail is None:
             continue
@@ -90,14 +91,24 @@ def masked_cuts(batch: Batch, layer: LayerSpec, masks: Sequence[Any | None]) -> 
             array = array[:, :, start:]
         seen = (array if array.dtype == np.bool_ else array > -np.inf).any(0)
         keys, queries = np.arange(start, end), np.arange(view.n_past, end)[:, None]
-        seen = seen & (keys >= _oldest(layer, queries))
-        if layer.causal:
-            seen = seen & (keys <= queries)
+        seen = (
+            seen & (keys >= _oldest(layer, queries)) & (keys < _after_newest(layer, queries, end))
+        )
         # Visible rows from each key on; the N newest are where that is at most N.
         newer = np.cumsum(seen[:, ::-1], axis=1)[:, ::-1]
         first = np.argmax(newer <= view.tail.rows, axis=1)
         cuts[view.q_start : view.q_start + view.n_q] = start + first
     return cuts
+
+
+def _after_newest(layer: LayerSpec, queries: NDArray[np.int64], end: int) -> Any:
+    """One past the newest key that each query may see of a sequence of ``end`` rows."""
+    if layer.causal:
+        return queries + 1
+    ahead = {"sliding": layer.window or 0, "symmetric": (layer.window or 0) // 2 + 1}
+    if layer.window is None or layer.window_kind not in ahead:
+        return np.full_like(queries, end)
+    return np.minimum(queries + ahead[layer.window_kind], end)
 
 
 def _oldest(layer: LayerSpec, queries: NDArray[np.int64]) -> Any:
