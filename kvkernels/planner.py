@@ -40,11 +40,11 @@ class Limits:
     """What a cache must hold and what a step may do. All counts in tokens unless said otherwise.
 
     n_ctx: per sequence; n_ubatch: of all sequences in one step; n_seq: sequences; rollback: newest
-    rows of a step that can be taken back after it; verify: largest number of draft rows checked in
-    one decode; keep_queries: stage the rotated queries of open groups in every layer (those of
-    layers with the aware encoder are staged anyway, unless they have a query moment);
-    window_chunk: tokens materialised at a time in prefill (None: from ``KVK_WINDOW_CHUNK``, default
-    65536; 0 and below: 65536).
+    rows that can be taken back after a step, also where a tail's ring is all there is; verify:
+    largest number of draft rows checked in one decode; keep_queries: stage the rotated queries of
+    open groups in every layer (those of layers with the aware encoder are staged anyway, unless
+    they have a query moment); window_chunk: tokens materialised at a time in prefill (None: from
+    ``KVK_WINDOW_CHUNK``, default 65536; 0 and below: 65536).
     """
 
     n_ctx: int
