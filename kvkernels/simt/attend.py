@@ -21,10 +21,22 @@ from kvkernels.simt.scratch import Scratch
 from kvkernels.storage import Body, Storage
 
 THREADS = 128
-_PARTS = ("common", "codes", "floats", "tiles", "attend")
+_PARTS = (
+    "common", "geometry", "codes", "softmax", "floats", "records", "tiles", "partial", "attend",
+)  # fmt: skip
 #: kinds of elements as the sources number them
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 STANDARD = {name: kind for kind, name in enumerate(STANDARD_TYPES)}
+#: the struct ``Shape`` of sources/softmax.inc
+_SHAPE = np.dtype(
+    [
+        (name, np.int32)
+        for name in (
+            "n_head", "n_kv_head", "window", "window_kind", "causal", "exact_n", "slots", "blocks",
+            "rings", "ring_rows", "ring_slots",
+        )
+    ]
+)  # fmt: skip
 _BODIES = {Body.NONE: 0, Body.RECORDS: 1, Body.TILES: 2}
 
 
@@ -46,13 +58,13 @@ def attend(call: AttendCall, driver: Driver, scratch: Scratch, *, prefill: bool)
     words = work.parts * work.rows * (2 + layer.head_dim_v)
     partial = scratch.get("partial", (words,), np.float32)
     mask_of, mask = _masks(call, driver)
-    shape_words, slopes = _layer_arguments(layer, call.buffers, driver)
+    layer_shape, slopes = _layer_arguments(layer, call.buffers, driver)
     buffers = call.buffers
     program = attend_program(layer, storage, work.rows, q_kind, new_kind)
     driver.launch(
         program, "attend", (work.items,),
         (
-            shape_words, slopes, work.lists, buffers.k_records, buffers.v_records, buffers.k_exact,
+            layer_shape, slopes, work.lists, buffers.k_records, buffers.v_records, buffers.k_exact,
             buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, rotated, call.k, call.v,
             mask_of, mask, partial, np.int32(work.parts), np.float32(layer.scale),
             np.float32(layer.softcap),
@@ -136,7 +148,7 @@ def _masks(call: AttendCall, driver: Driver) -> tuple[Any, Any]:
 
 
 def _layer_arguments(layer: LayerSpec, buffers: LayerBuffers, driver: Driver) -> tuple[Any, Any]:
-    """What a layer passes in every launch; uploaded once."""
+    """What a layer passes in every launch: ``Shape``, and ALiBi slopes on the device."""
     if "simt" not in buffers.prepared:
         storage, window = buffers.storage, layer.window or 0
         shape = [
@@ -146,7 +158,7 @@ def _layer_arguments(layer: LayerSpec, buffers: LayerBuffers, driver: Driver) ->
         ]  # fmt: skip
         slopes = masks.slopes(layer.n_head, layer.alibi) if layer.alibi > 0 else None
         buffers.prepared["simt"] = (
-            driver.upload(np.array(shape, np.int32)),
+            np.array([tuple(shape)], _SHAPE)[0],
             None if slopes is None else driver.upload(slopes),
         )
     found: tuple[Any, Any] = buffers.prepared["simt"]
