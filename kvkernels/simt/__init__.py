@@ -1,0 +1,1 @@
+"""What cuda, hip and opencl share: one table of entries, one kernel family."""
