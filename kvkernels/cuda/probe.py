@@ -42,29 +42,24 @@ def _import_cupy() -> Any:
     return importlib.import_module("cupy")
 
 
-def _import_nvrtc() -> Any:
-    return importlib.import_module("cupy.cuda.nvrtc")
-
-
-def probe_cuda(
-    load: Callable[[], Any] = _import_cupy, load_nvrtc: Callable[[], Any] = _import_nvrtc
-) -> BackendStatus:
+def probe_cuda(load: Callable[[], Any] = _import_cupy) -> BackendStatus:
     """A status with every card, or with the cause and its fix. Never raises.
 
-    ``load`` and ``load_nvrtc`` return the modules ``cupy`` and ``cupy.cuda.nvrtc``.
+    ``load`` returns the module ``cupy``.
     """
-    return probed(NAME, lambda: _probe(load, load_nvrtc))
+    return probed(NAME, lambda: _probe(load))
 
 
-def _probe(load: Callable[[], Any], load_nvrtc: Callable[[], Any]) -> BackendStatus:
-    runtime = _cupy(load).cuda.runtime
+def _probe(load: Callable[[], Any]) -> BackendStatus:
+    cuda = _cupy(load).cuda
+    runtime = cuda.runtime
     if runtime.is_hip:
         raise Stop(
             "this CuPy is built for ROCm", "AMD cards are the backend 'hip', which needs no CuPy"
         )
     version = int(runtime.runtimeGetVersion())
     count = _count(runtime, version)
-    compiler = _nvrtc(load_nvrtc, version)
+    compiler = _nvrtc(cuda, version)
     driver = int(runtime.driverGetVersion())
     devices = tuple(
         _device(index, runtime.getDeviceProperties(index), version, driver, compiler)
@@ -129,10 +124,10 @@ def _no_driver(runtime: Any, version: int) -> Stop:
     return Stop(text, hint)
 
 
-def _nvrtc(load: Callable[[], Any], version: int) -> int:
+def _nvrtc(cuda: Any, version: int) -> int:
     extra = "cuda13" if version >= CUDA_13 else "cuda12"
     try:
-        major, minor = load().getVersion()
+        major, minor = cuda.nvrtc.getVersion()
     except Exception as error:
         text = f"CuPy finds no NVRTC, the compiler of CUDA {dotted(version)}: {text_of(error)}"
         raise Stop(text, f"pip install 'kvkernels[{extra}]', which brings it") from None

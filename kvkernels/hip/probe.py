@@ -24,7 +24,7 @@ _NO_DEVICE = 100
 _MULTIPROCESSORS, _MAX_THREADS, _LOCAL_MEMORY, _WARP_SIZE = 63, 56, 74, 87
 # The largest known layout of hipDeviceProp_t has 1472 bytes; `name` is its first 256 in all.
 _PROPERTIES_BYTES, _NAME_BYTES = 16384, 256
-_ARCH = re.compile(rb"(?<![0-9A-Za-z])gfx[0-9a-f]{3,5}(?::[a-z0-9]+[+-])*(?=\0)")
+_ARCH = re.compile(rb"(?<![\x20-\x7e])gfx[0-9a-f]{3,5}(?::[a-z0-9]+[+-])*(?=\0)")
 #: variables by which users make a card pass for another one: shown, since results depend on them
 OVERRIDES = ("HSA_OVERRIDE_GFX_VERSION",)
 
@@ -92,7 +92,7 @@ def device_arch(hip: Any, index: int) -> str | None:
 
     HIP gives it only inside ``hipDeviceProp_t``, whose layout changed with HIP 6 (which exports the
     new one as hipGetDevicePropertiesR0600 and keeps the old name for the old layout). The text is
-    therefore looked for, in a buffer larger than either: the one ended text of this form after the
+    therefore looked for, in a buffer larger than either: the one whole text of this form after the
     leading name. Two different ones mean that we do not understand the layout: None.
     """
     buffer = ctypes.create_string_buffer(_PROPERTIES_BYTES)
