@@ -23,30 +23,42 @@ class Libraries:
     compiler: Sequence[str] = COMPILER
     load: Callable[[str], Any] = ctypes.CDLL
 
-    def open_runtime(self) -> Any:
-        """The first runtime that loads. Raises OSError with what the loader said of each."""
+    def open_runtime(self) -> tuple[Any, str]:
+        """The first runtime that loads, and its name. Raises OSError with what the loader said of
+        each.
+        """
         said = []
         for name in self.runtime:
             try:
-                return self.load(name)
+                return self.load(name), name
             except OSError as error:
                 said.append(str(error) or name)
         raise OSError("; ".join(said))
 
-    def open_compiler(self, runtime: Any) -> Any | None:
-        """The compiler that goes with ``runtime``, or None.
+    def open_compiler(self, runtime: Any, name: str) -> Any | None:
+        """The compiler that goes with a runtime of that name, or None.
 
-        Some builds have its functions in the runtime itself; asked first, since a separate library
-        found by name may be of another ROCm.
+        Older runtimes have its functions themselves. A library of its own must have the soname
+        version of the runtime: compilers do not tell theirs (hiprtcVersion is 9.0 in all), so that
+        the runtime's stands for both.
         """
         if has(runtime, "hiprtcCompileProgram"):
             return runtime
-        for name in self.compiler:
+        release = _soname_version(name)
+        for candidate in self.compiler:
+            if release is not None and _soname_version(candidate) not in (release, None):
+                continue
             try:
-                return self.load(name)
+                return self.load(candidate)
             except OSError:
                 continue
         return None
+
+
+def _soname_version(name: str) -> str | None:
+    """``6`` of ``libamdhip64.so.6``; None of a path that ends otherwise."""
+    stem, _, last = name.rpartition(".so.")
+    return last.partition(".")[0] if stem and last else None
 
 
 def has(library: Any, name: str) -> bool:

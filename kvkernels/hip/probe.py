@@ -39,7 +39,7 @@ def probe_hip(
 
 def _probe(libraries: Libraries, environ: Mapping[str, str]) -> BackendStatus:
     try:
-        hip = libraries.open_runtime()
+        hip, name = libraries.open_runtime()
     except OSError as error:
         text = str(error)
         if "cannot open shared object" in text:
@@ -53,13 +53,13 @@ def _probe(libraries: Libraries, environ: Mapping[str, str]) -> BackendStatus:
         raise Stop("the HIP runtime sees no card", hint)
     if code:
         raise Stop(f"counting cards failed: {error_text(hip, code)}", "Look at `rocminfo`")
-    compiler = libraries.open_compiler(hip)
-    if compiler is None:
+    if libraries.open_compiler(hip, name) is None:
         raise Stop("the HIP runtime is there, but not its compiler (libhiprtc.so)", _ROCM)
+    runtime = _version(hip, "hipRuntimeGetVersion")
     versions: dict[str, Fact] = {
-        "runtime": _version(hip, "hipRuntimeGetVersion"),
+        "runtime": runtime,
         "driver": _version(hip, "hipDriverGetVersion"),
-        "hiprtc": _compiler_version(compiler),
+        "hiprtc": runtime,  # hiprtcVersion says 9.0 in every release
     }
     versions |= {name.lower(): environ[name] for name in OVERRIDES if environ.get(name)}
     return BackendStatus(NAME, devices=tuple(_device(hip, i, versions) for i in range(count.value)))
@@ -71,14 +71,6 @@ def _version(hip: Any, function: str) -> int | None:
     if call(hip, function, ctypes.byref(raw)) or raw.value <= 0:
         return None
     return raw.value // 10_000_000 * 1000 + raw.value // 100_000 % 100 * 10
-
-
-def _compiler_version(compiler: Any) -> int | None:
-    major, minor = ctypes.c_int(0), ctypes.c_int(0)
-    failed = call(compiler, "hiprtcVersion", ctypes.byref(major), ctypes.byref(minor))
-    if failed or major.value <= 0:
-        return None
-    return major.value * 1000 + minor.value * 10
 
 
 def _attribute(hip: Any, number: int, index: int) -> int | None:

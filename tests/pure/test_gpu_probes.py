@@ -177,7 +177,7 @@ HIP_FAILURES: dict[str, tuple[Libraries, str, str]] = {
         "rocminfo",
     ),
     "no compiler": (
-        libraries(Hip("gfx906", compiler=None)),
+        libraries(Hip("gfx906", compiler=False)),
         "not its compiler (libhiprtc.so)",
         "Install ROCm",
     ),
@@ -263,24 +263,32 @@ def test_F21_hip_an_override_is_shown() -> None:
     assert "home" not in caps.facts
 
 
-def test_hip_libraries_are_tried_newest_first_and_the_compiler_may_be_apart() -> None:
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_hip_libraries_are_tried_newest_first_and_the_compiler_is_the_runtimes(
+    has_compiler: bool,
+) -> None:
     tried: list[str] = []
-    runtime, compiler = Hip("gfx906", compiler=None), Hip(compiler=(7, 1))
+    runtime = Hip("gfx906", compiler=False)
 
     def load(name: str) -> Any:
         tried.append(name)
-        if name in ("libamdhip64.so.6", "libhiprtc.so.6"):
-            return runtime if "amdhip" in name else compiler
+        if name == "libamdhip64.so.6" or (has_compiler and name == "libhiprtc.so.6"):
+            return runtime
+        # One of another release would load, and must not be used.
+        if name.startswith("libhiprtc") and name != "libhiprtc.so.6":
+            return Hip()
         raise OSError(f"{name}: cannot open shared object file")
 
-    (caps,) = found(probe_hip(Libraries(load=load), {}))
-    assert caps.facts["hiprtc"] == 7010
-    assert tried == [
-        "libamdhip64.so.7",
-        "libamdhip64.so.6",
-        "libhiprtc.so.7",
-        "libhiprtc.so.6",
-    ]
+    status = probe_hip(Libraries(load=load), {})
+    assert tried == ["libamdhip64.so.7", "libamdhip64.so.6", "libhiprtc.so.6"]
+    assert status.ok is has_compiler
+    if has_compiler:
+        assert found(status)[0].facts["hiprtc"] == 6030
+
+
+def test_hip_a_compiler_given_by_path_needs_no_version() -> None:
+    given = libraries(Hip("gfx906", compiler=False), libhiprtc=Hip())
+    assert found(probe_hip(replace(given, compiler=("libhiprtc.so",)), {}))
 
 
 def test_hip_paths_can_be_given() -> None:
