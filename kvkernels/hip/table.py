@@ -7,7 +7,6 @@ from kvkernels.capabilities import (
     Capability,
     DeviceCaps,
     Requirement,
-    fact_at_least,
     fact_one_of,
 )
 from kvkernels.hip.families import FAMILIES, GFX
@@ -31,9 +30,8 @@ DEVICE: tuple[Requirement, ...] = (
         "card's layout is taken for it",
     ),
     fact_one_of("lanes", (32, 64)),
-    fact_at_least("hiprtc", 5000, hint="install ROCm 5 or newer"),
     Requirement(
-        "device.gfx",
+        "device.hiprtc",
         "a hiprtc that compiles for this gfx number",
         _compiler_knows,
         "install a newer ROCm",

@@ -148,9 +148,9 @@ def _device(index: int, platform: Any, device: Any) -> DeviceCaps:
         ours: Feature(theirs in extensions, theirs in extensions)
         for ours, theirs in _EXTENSIONS.items()
     }
-    driver = " ".join(
-        text for text in (_ask(platform, "version"), _ask(device, "driver_version")) if text
-    )
+    # PoCL goes on for a line about how it was built.
+    version = str(_ask(platform, "version") or "").partition("  ")[0]
+    driver = f"{version} {_ask(device, 'driver_version') or ''}".strip()
     return DeviceCaps(
         id=f"{NAME}:{index}",
         backend=NAME,

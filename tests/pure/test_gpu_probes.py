@@ -233,6 +233,10 @@ def test_hip_an_architecture_that_cannot_be_read_is_unknown(arch: str) -> None:
     assert caps.features["fp64"].enabled is None
 
 
+def test_hip_a_card_whose_name_is_an_architecture() -> None:
+    assert device_arch(Hip("gfx1030", name=b"gfx900"), 0) == "gfx1030"
+
+
 def test_hip_two_architectures_in_one_answer_are_unknown() -> None:
     assert device_arch(Hip("gfx1030\0gfx1100"), 0) is None
     assert device_arch(Hip("gfx1030\0gfx1030"), 0) == "gfx1030"
@@ -372,11 +376,19 @@ def test_opencl_facts() -> None:
         ({"extensions": "cl_amd_device_attribute_query", "wavefront_width_amd": 64}, "lanes", 64),
         ({"warp_size_nv": 32}, "lanes", None),  # no extension says that the answer means anything
         ({"max_mem_alloc_size": "many"}, "max_alloc", None),
+        ({"max_mem_alloc_size": True}, "max_alloc", None),
     ],
 )
 def test_opencl_facts_of_others(changes: dict[str, Any], fact: str, value: object) -> None:
     (caps,) = found(probe_opencl(pyopencl(Platform(ClDevice(**changes)))))
     assert caps.facts[fact] == value
+
+
+def test_opencl_driver_is_one_short_text() -> None:
+    platform = Platform(ClDevice(driver_version="3.1"), ClDevice(driver_version=None))
+    platform.version = "OpenCL 3.0 PoCL 3.1  Linux, None+Asserts, LLVM 15.0.6"
+    first, second = found(probe_opencl(pyopencl(platform)))
+    assert (first.driver, second.driver) == ("OpenCL 3.0 PoCL 3.1 3.1", "OpenCL 3.0 PoCL 3.1")
 
 
 def test_opencl_features_are_extensions_and_not_parts_of_their_names() -> None:
