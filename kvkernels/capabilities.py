@@ -180,12 +180,22 @@ Check = Callable[[AttentionOp, DeviceCaps], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A named condition. ``check`` returns what was found when it is not met, None when it is."""
+    """A named condition. ``check`` returns what was found when it is not met, None when it is.
+
+    ``fact``: the device fact that an operation is compared with, or ''. Such a need is as much
+    about the device as one whose id begins with ``device.``.
+    """
 
     id: str
     needs: str
     check: Check = field(repr=False)
     hint: str = ""
+    fact: str = ""
+
+    @property
+    def of_device(self) -> bool:
+        """True when it asks something of the device, alone or together with the operation."""
+        return bool(self.fact) or self.id.startswith("device.")
 
     def unmet(self, op: AttentionOp, caps: DeviceCaps) -> Reason | None:
         """The reason when not met, else None. Never raises: a check that fails is not met."""
@@ -343,14 +353,24 @@ def same(attr_a: str, attr_b: str, *, hint: str = "") -> Requirement:
 
 def within(attr: str, fact: str, *, hint: str = "") -> Requirement:
     """An operation number of at most the device fact ``fact`` (limits come from the device)."""
+    name = _attr(attr)
+    return fits(name, fact, lambda op: _number(getattr(op, name)), hint=hint)
+
+
+def fits(
+    name: str, fact: str, amount: Callable[[AttentionOp], Any], *, hint: str = ""
+) -> Requirement:
+    """``amount`` of an operation, called ``op.<name>`` in reasons, of at most the device fact
+    ``fact``. An amount of None does not fit.
+    """
 
     def check(op: AttentionOp, caps: DeviceCaps) -> str | None:
-        have, limit = _number(getattr(op, attr)), _number(caps.facts.get(fact))
+        have, limit = _number(amount(op)), _number(caps.facts.get(fact))
         if limit is None:
-            return f"{UNKNOWN} {fact}, {attr}={getattr(op, attr)}"
+            return f"{UNKNOWN} {fact}, {name}={have}"
         return None if have is not None and have <= limit else f"{have} > {limit}"
 
-    return Requirement(f"op.{_attr(attr)}", f"{attr} <= {fact} of the device", check, hint)
+    return Requirement(f"op.{name}", f"{name} <= {fact} of the device", check, hint, fact)
 
 
 def when(condition: Requirement, then: Requirement) -> Requirement:
@@ -362,4 +382,4 @@ def when(condition: Requirement, then: Requirement) -> Requirement:
         return then.check(op, caps) if applies else None
 
     needs = f"{then.needs} when {condition.needs}"
-    return Requirement(then.id, needs, check, then.hint)
+    return Requirement(then.id, needs, check, then.hint, then.fact)

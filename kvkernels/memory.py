@@ -114,6 +114,12 @@ class LayerSizes:
             ring_row=sum(per_row),
         )
 
+    def largest(self, pages: Pages) -> int:
+        """Bytes of the largest single buffer for that many pages: devices limit that too."""
+        blocks = pages.blocks * max(self.kv_block, self.q_block)
+        rings = pages.rings * max(self.k_ring, self.v_ring)
+        return max(pages.slots * max(self.k_slot, self.v_slot), blocks, rings)
+
     def memory(self, pages: Pages, storage: Storage) -> Memory:
         """Persistent bytes for that many pages."""
         rows = pages.rings * self.ring_row

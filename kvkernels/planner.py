@@ -151,6 +151,7 @@ class Plan:
             n_kv,
             self.layers[layer].storage,
             activations=self.limits.activations,
+            max_offset=self.layers[layer].attend[0].op.max_offset,
         )
 
     def explain(self, layer: int, *, n_q: int = 1, n_kv: int | None = None) -> Decision:
@@ -161,11 +162,8 @@ class Plan:
     @cached_property
     def pages(self) -> dict[PageRules, Pages]:
         """Physical pages per page class."""
-        limits = self.limits
-        return {
-            rules: rules.capacity(n_ctx=limits.n_ctx, n_ubatch=limits.n_ubatch, n_seq=limits.n_seq)
-            for rules in dict.fromkeys(layer.rules for layer in self.layers)
-        }
+        classes = dict.fromkeys(layer.rules for layer in self.layers)
+        return {rules: _capacity(rules, self.limits) for rules in classes}
 
     def layer_memory(self, layer: int) -> Memory:
         """Resident bytes of one layer."""
@@ -263,21 +261,39 @@ def plan(
     )
 
 
+def _capacity(rules: PageRules, limits: Limits) -> Pages:
+    return rules.capacity(n_ctx=limits.n_ctx, n_ubatch=limits.n_ubatch, n_seq=limits.n_seq)
+
+
+def _largest_buffer(spec: LayerSpec, storage: Storage, limits: Limits) -> int:
+    """Bytes of a layer's largest buffer, at least what the final operation will say (F02)."""
+    # Staged queries are counted also where a query moment will replace them: they are few.
+    keep = storage.body is Body.RECORDS and (limits.keep_queries or spec.encoder == "aware")
+    try:
+        sizes = LayerSizes.of(spec, storage, keep_queries=keep)
+    except InputError:
+        return 0  # no layout has this shape, which every table refuses by name
+    return sizes.largest(_capacity(PageRules.of(spec, storage), limits))
+
+
 def _decide_layer(
     spec: LayerSpec, storage: Storage, device: Device, limits: Limits, policy: Policy
 ) -> LayerPlan:
     table, caps = device.table, device.caps
     # A forced attention entry says nothing about how rows are stored.
     stores = Policy(allow_unqualified=policy.allow_unqualified)
+    largest = _largest_buffer(spec, storage, limits)
+    facts: dict[str, Any] = {"activations": limits.activations, "max_offset": largest}
     corners = dict.fromkeys(
-        attend_op(spec, caps.id, n_q, n_kv, storage, activations=limits.activations)
+        attend_op(spec, caps.id, n_q, n_kv, storage, **facts)
         for n_q in sorted({1, min(limits.verify, limits.n_ubatch), limits.n_ubatch})
         for n_kv in (n_q, max(n_q, limits.n_ctx))
     )
 
     def store(kind: OpKind) -> Decision:
         n = limits.n_ubatch
-        return decide(attend_op(spec, caps.id, n, n, storage, kind=kind), table, caps, stores)
+        op = attend_op(spec, caps.id, n, n, storage, kind=kind, max_offset=largest)
+        return decide(op, table, caps, stores)
 
     return LayerPlan(
         spec,

@@ -23,7 +23,14 @@ from kvkernels.errors import BackendUnavailable, KvkError, did_you_mean
 __all__ = ["BUILTIN", "GROUP", "BackendStatus", "backends", "names", "open_device", "statuses"]
 
 GROUP = "kvkernels.backends"
-BUILTIN: Mapping[str, str] = MappingProxyType({"cpu": "kvkernels.cpu.backend:CpuBackend"})
+BUILTIN: Mapping[str, str] = MappingProxyType(
+    {
+        "cpu": "kvkernels.cpu.backend:CpuBackend",
+        "cuda": "kvkernels.cuda.backend:CudaBackend",
+        "hip": "kvkernels.hip.backend:HipBackend",
+        "opencl": "kvkernels.opencl.backend:OpenclBackend",
+    }
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # A plugin that calls sys.exit() while it is imported must not end the caller's program.
 _ANY = (Exception, SystemExit)

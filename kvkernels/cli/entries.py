@@ -49,7 +49,8 @@ def entry_lines(table: Sequence[Capability], caps: DeviceCaps) -> list[EntryLine
     found = []
     for row in table:
         op = attend_op(_NOMINAL, caps.id, 1, 4096, kind=row.kind)
-        reasons = [r for r in row.unmet(op, caps) if r.id.startswith("device.")]
+        asked = (need.unmet(op, caps) for need in row.requires if need.of_device)
+        reasons = [reason for reason in asked if reason is not None]
         if caps.qualification(row.entry) == "none":
             needs = f"a parity record of {row.entry} on this device"
             reasons.append(Reason("policy.unqualified", needs, "none", "run kvk parity"))
@@ -59,8 +60,8 @@ def entry_lines(table: Sequence[Capability], caps: DeviceCaps) -> list[EntryLine
 
 def features_used(table: Iterable[Capability]) -> set[str]:
     """Names of device features and facts that some row of the table asks for."""
-    ids = {need.id for row in table for need in row.requires}
-    return {name.removeprefix("device.") for name in ids if name.startswith("device.")}
+    needs = [need for row in table for need in row.requires if need.of_device]
+    return {need.fact or need.id.removeprefix("device.") for need in needs}
 
 
 def matrix(lines: Iterable[dict[str, str]]) -> str:

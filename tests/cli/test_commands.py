@@ -185,9 +185,18 @@ def test_a_wrong_layer_file_is_a_usage_error(tmp_path: Path, text: str, message:
 
 
 def test_explain_for_a_backend_this_build_lacks_is_a_refusal() -> None:
-    result = kvk("explain", "--device-file", DEVICES / "hip-rx7900xtx-gfx1100.json")
+    result = kvk("explain", "--device-file", DEVICES / "vulkan-lavapipe.json")
     assert result.exit_code == 3
     assert "no backend of this name" in result.stderr
+
+
+def test_explain_for_a_card_that_nobody_here_has() -> None:
+    path = DEVICES / "hip-rx7900xtx-gfx1100.json"
+    result = kvk("explain", "--device-file", path, "--head-dim", "256")
+    assert result.exit_code == 3
+    assert "[policy.unqualified] needs a parity record of hip/attend_portable" in result.stdout
+    result = kvk("explain", "--device-file", path, "--head-dim", "256", "--allow-unqualified")
+    assert (result.exit_code, result.stdout[:28]) == (0, "native: hip/attend_portable\n")
 
 
 def test_explain_takes_one_source() -> None:

@@ -95,3 +95,44 @@ def test_nothing_usable_ends_with_1(tmp_path: Path) -> None:
     done = probe(tmp_path, timeout_s="0.001")
     assert done.returncode == 1
     assert "no answer within" in done.stdout
+
+
+# Loaded by every Python that is started with it on its path, so in the children of a probe too.
+NOTHING = """
+import ctypes, sys
+for name in ("cupy", "pyopencl"):
+    sys.modules[name] = None  # importing it raises
+real = ctypes.CDLL
+class CDLL(real):
+    def __init__(self, name, *args, **kwargs):
+        if "hip" in str(name):
+            raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+        super().__init__(name, *args, **kwargs)
+ctypes.CDLL = CDLL
+"""
+
+
+@pytest.mark.parametrize("args", [(), ("--json",), ("--matrix",)])
+def test_a_machine_with_no_driver_and_no_package_still_gets_its_table(
+    tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NOTHING)
+    done = probe(tmp_path, *args, timeout_s="20")
+    assert (done.returncode, done.stderr) == (0, "")
+    text = " ".join(done.stdout.split())
+    if args == ("--matrix",):
+        assert text.count("cpu:0,") > 5
+        return
+    if args == ("--json",):
+        states = {b["name"]: b["state"] for b in json.loads(done.stdout)["backends"]}
+        gone = ("cuda", "hip", "opencl")
+        assert states == {"cpu": "ok"} | dict.fromkeys(gone, "unavailable")
+    for part in (
+        "CuPy is not installed",
+        "pip install 'kvkernels[cuda13]'",
+        "no HIP runtime library",
+        "Install ROCm",
+        "pyopencl is not installed",
+        "pip install 'kvkernels[opencl]'",
+    ):
+        assert part in text

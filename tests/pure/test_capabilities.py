@@ -26,6 +26,7 @@ from kvkernels.capabilities import (
     fact_at_most,
     fact_one_of,
     feature,
+    fits,
     multiple_of,
     one_of,
     same,
@@ -283,3 +284,24 @@ def test_requirements_are_total(facts: dict[str, Any], n_q: Any, odd: Any) -> No
             assert reason.id
             assert reason.needs
             assert isinstance(reason.found, str)
+
+
+def test_what_a_requirement_asks_of_the_device_is_known_without_asking_it() -> None:
+    limit = within("max_offset", "max_alloc")
+    assert (limit.fact, limit.of_device) == ("max_alloc", True)
+    only = when(equal("body", True), limit)
+    assert (only.fact, only.of_device) == ("max_alloc", True)
+    assert fact_at_least("lanes", 32).of_device
+    assert feature("fp64").of_device
+    assert not at_most("n_q", 16).of_device
+
+
+def test_an_amount_that_is_computed_from_the_operation_fits_or_says_both_numbers() -> None:
+    need = fits("double", "room", lambda op: 2 * op.n_q, hint="less")
+    on = caps(facts={"room": 8})
+    assert found(need, on, n_q=4) is None
+    assert str(need.unmet(make_op("x:0", n_q=5), on)) == (
+        "[op.double] needs double <= room of the device; found 10 > 8 (less)"
+    )
+    assert found(need, caps(), n_q=1) == "unknown room, double=2"
+    assert found(fits("none", "room", lambda op: None), on) == "None > 8"

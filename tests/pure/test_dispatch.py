@@ -69,7 +69,7 @@ def test_example_tables_on_devices_nobody_here_has(
 
 
 def test_V1_pascal_with_a_cuda_13_compiler_is_told_what_to_install() -> None:
-    caps = with_facts(device("cuda-gtx1070-sm61"), nvrtc_version=13020)
+    caps = with_facts(device("cuda-gtx1070-sm61"), nvrtc=13020)
     decision = decide(make_op(caps.id), CUDA, caps, ANY)
     assert decision.route is Route.REFUSE
     assert "found 13020 (install cupy-cuda12x)" in decision.explain()
@@ -355,14 +355,13 @@ def test_an_added_unmet_requirement_never_upgrades_a_route(
 # Facts for which less is more would be limits of another kind; there are none but the compiler's.
 LIMITS = {
     "compute_capability",
-    "shared_per_block",
-    "shared_per_block_optin",
-    "memory_bytes",
+    "local_memory",
+    "memory",
     "max_compute_shared_memory",
     "max_storage_buffer_range",
     "max_push_constants",
-    "local_memory_bytes",
-    "max_workgroup_size",
+    "max_threads",
+    "compiler",
 }
 
 

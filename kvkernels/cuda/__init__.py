@@ -1,0 +1,1 @@
+"""NVIDIA cards through CuPy; nothing of it is imported before a probe."""

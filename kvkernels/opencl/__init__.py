@@ -1,0 +1,1 @@
+"""OpenCL devices through pyopencl; nothing of it is imported before a probe."""

@@ -1,0 +1,78 @@
+"""The rows of a backend that runs the portable kernels: the same for every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvkernels.calls import DECODE_ROWS
+from kvkernels.capabilities import Capability, Requirement, Route, at_most, fact_at_least, feature
+from kvkernels.op import OpKind
+from kvkernels.requirements import ATTEND, COMMIT, COMMIT_AWARE, COMMIT_TAIL, RECORDS, ROWS
+from kvkernels.simt.local import fits_local
+
+#: work-items of every work-group of the portable kernels
+WORK_GROUP = 128
+
+_ATTEND_NUMERICS = (
+    "float32 throughout, whatever `activations` asks for: codes times folded float32 activations, "
+    "float32 sums; exact rows in float32"
+)
+_fp64 = feature("fp64", hint="the encoders sum in float64; attention does without")
+_work_group = fact_at_least("max_threads", WORK_GROUP)
+
+
+def simt_rows(
+    backend: str,
+    device: Iterable[Requirement] = (),
+    before: Iterable[Capability] = (),
+) -> tuple[Capability, ...]:
+    """The rows of ``backend``: ``device`` is what it asks of a device besides the work-group size
+    and the local memory, ``before`` rows that are preferred to the portable ones.
+    """
+    common = (*device, _work_group)
+
+    def row(
+        name: str, kind: OpKind, numerics: str, op: tuple[Requirement, ...], *more: Requirement
+    ) -> Capability:
+        entry = f"{backend}/{name}"
+        return Capability(
+            entry=entry,
+            kind=kind,
+            route=Route.NATIVE,
+            requires=(*op, *more, *common, fits_local(entry)),
+            numerics=numerics,
+        )
+
+    attend, commit = OpKind.ATTEND, OpKind.COMMIT
+    decode = at_most("n_q", DECODE_ROWS)
+    return (
+        *before,
+        row("attend_portable", attend, _ATTEND_NUMERICS, ATTEND, decode),
+        row("attend_prefill_portable", attend, _ATTEND_NUMERICS, ATTEND),
+        row("commit", commit, "the published encoder, sums in float64", COMMIT, _fp64),
+        row(
+            "commit_aware",
+            commit,
+            "the aware encoder in float64, in a fixed order of operations",
+            COMMIT_AWARE,
+            _fp64,
+        ),
+        row(
+            "commit_rows",
+            commit,
+            "blocks as GGML's reference quantisers write them, to the byte",
+            ROWS,
+        ),
+        row(
+            "commit_tail",
+            OpKind.TAIL,
+            "rows rounded to nearest even, un-rotated",
+            COMMIT_TAIL,
+        ),
+        row(
+            "materialize",
+            OpKind.MATERIALIZE,
+            "(code * scale + zero) * other, each step rounded to float32",
+            RECORDS,
+        ),
+    )
