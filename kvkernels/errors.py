@@ -102,6 +102,16 @@ class StateError(KvkError):
     """The stored state of a sequence cannot be used; the message says what to do."""
 
 
+class CompileError(KvkError):
+    """A kernel did not compile; the message holds the compiler's words and what to do."""
+
+
+class OutOfDeviceMemory(KvkError, MemoryError):
+    """The device has no room: names what was asked for, what is free when that is known, and what
+    to do.
+    """
+
+
 class DeviceLost(KvkError):
     """The device failed during a launch; its caches cannot be trusted any more."""
 

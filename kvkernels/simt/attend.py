@@ -27,16 +27,6 @@ _PARTS = (
 #: kinds of elements as the sources number them
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 STANDARD = {name: kind for kind, name in enumerate(STANDARD_TYPES)}
-#: the struct ``Shape`` of sources/softmax.inc
-_SHAPE = np.dtype(
-    [
-        (name, np.int32)
-        for name in (
-            "n_head", "n_kv_head", "window", "window_kind", "causal", "exact_n", "slots", "blocks",
-            "rings", "ring_rows", "ring_slots",
-        )
-    ]
-)  # fmt: skip
 _BODIES = {Body.NONE: 0, Body.RECORDS: 1, Body.TILES: 2}
 
 
@@ -49,22 +39,22 @@ def attend(call: AttendCall, driver: Driver, scratch: Scratch, *, prefill: bool)
     q_kind, new_kind = KINDS[q.dtype], KINDS[driver.see("k", call.k).dtype] if current else 0
     rotated = None
     if work.sources & {BODY, EXACT}:
-        shape = (call.batch.n_rows * layer.n_head, layer.head_dim)
-        rotated = scratch.get("rotated queries", shape, np.float32)
+        size = (call.batch.n_rows * layer.n_head, layer.head_dim)
+        rotated = scratch.get("rotated queries", size, np.float32)
         program = rotate_program(layer, q_kind)
         driver.launch(
-            program, "rotate_queries", (shape[0],), (call.q, rotated, np.float32(layer.scale))
+            program, "rotate_queries", (size[0],), (call.q, rotated, np.float32(layer.scale))
         )
     words = work.parts * work.rows * (2 + layer.head_dim_v)
     partial = scratch.get("partial", (words,), np.float32)
     mask_of, mask = _masks(call, driver)
-    layer_shape, slopes = _layer_arguments(layer, call.buffers, driver)
+    shape, slopes = _layer_arguments(layer, call.buffers, driver)
     buffers = call.buffers
     program = attend_program(layer, storage, work.rows, q_kind, new_kind)
     driver.launch(
         program, "attend", (work.items,),
         (
-            layer_shape, slopes, work.lists, buffers.k_records, buffers.v_records, buffers.k_exact,
+            *shape, slopes, work.lists, buffers.k_records, buffers.v_records, buffers.k_exact,
             buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, rotated, call.k, call.v,
             mask_of, mask, partial, np.int32(work.parts), np.float32(layer.scale),
             np.float32(layer.softcap),
@@ -148,7 +138,7 @@ def _masks(call: AttendCall, driver: Driver) -> tuple[Any, Any]:
 
 
 def _layer_arguments(layer: LayerSpec, buffers: LayerBuffers, driver: Driver) -> tuple[Any, Any]:
-    """What a layer passes in every launch: ``Shape``, and ALiBi slopes on the device."""
+    """What a layer passes in every launch: the fields of ``Shape``, ALiBi slopes on the device."""
     if "simt" not in buffers.prepared:
         storage, window = buffers.storage, layer.window or 0
         shape = [
@@ -158,7 +148,7 @@ def _layer_arguments(layer: LayerSpec, buffers: LayerBuffers, driver: Driver) ->
         ]  # fmt: skip
         slopes = masks.slopes(layer.n_head, layer.alibi) if layer.alibi > 0 else None
         buffers.prepared["simt"] = (
-            np.array([tuple(shape)], _SHAPE)[0],
+            tuple(np.int32(x) for x in shape),
             None if slopes is None else driver.upload(slopes),
         )
     found: tuple[Any, Any] = buffers.prepared["simt"]

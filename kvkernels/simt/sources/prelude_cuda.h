@@ -1,5 +1,7 @@
 // The dialect on CUDA (NVRTC or nvcc): no header is needed.
 #define KERNEL(n) extern "C" __global__ __launch_bounds__(n) void
+// With at least m blocks in flight per multiprocessor.
+#define KERNEL_MIN(n, m) extern "C" __global__ __launch_bounds__(n, m) void
 #define DEVICE static __device__ __forceinline__
 #define GLOBAL
 #define LOCAL
@@ -33,6 +35,7 @@ typedef double f64;
 #define RINT(x) rintf(x)
 #define FLOOR(x) floorf(x)
 #define DIV(a, b) __fdiv_rn(a, b)
+#define QUICK_DIV(a, b) __fdividef(a, b)
 #define SQRT64(x) sqrt(x)
 #define LOG64(x) log(x)
 #define EXP64(x) exp(x)

@@ -3,6 +3,7 @@
 #include <hip/hip_runtime.h>
 #endif
 #define KERNEL(n) extern "C" __global__ __launch_bounds__(n) void
+#define KERNEL_MIN(n, m) KERNEL(n)
 #define DEVICE static __device__ __forceinline__
 #define GLOBAL
 #define LOCAL
@@ -37,6 +38,7 @@ typedef double f64;
 #define RINT(x) rintf(x)
 #define FLOOR(x) floorf(x)
 #define DIV(a, b) ((f32)((f64)(a) / (f64)(b)))
+#define QUICK_DIV(a, b) ((a) * __builtin_amdgcn_rcpf(b))
 #define SQRT64(x) sqrt(x)
 #define LOG64(x) log(x)
 #define EXP64(x) exp(x)

@@ -10,6 +10,7 @@ void kvk_warp_sync(int line);
 void kvk_exchange(const void *in, void *out, int nbytes, int source, int line);
 }
 #define KERNEL(n) static void
+#define KERNEL_MIN(n, m) KERNEL(n)
 #define DEVICE static inline
 #define GLOBAL
 #define LOCAL
@@ -47,6 +48,7 @@ static inline u32 AS_UINT(f32 f) { u32 u; memcpy(&u, &f, 4); return u; }
 #define RINT(x) rintf(x)
 #define FLOOR(x) floorf(x)
 #define DIV(a, b) ((a) / (b))
+#define QUICK_DIV(a, b) ((a) / (b))
 #define SQRT64(x) sqrt(x)
 #define LOG64(x) log(x)
 #define EXP64(x) exp(x)

@@ -4,7 +4,8 @@
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
 #endif
 #define KERNEL(n) __kernel __attribute__((reqd_work_group_size(n, 1, 1))) void
-#define DEVICE static inline
+#define KERNEL_MIN(n, m) KERNEL(n)
+#define DEVICE static inline __attribute__((always_inline))
 #define GLOBAL __global
 #define LOCAL __local
 #define SHARED __local
@@ -28,6 +29,7 @@ typedef double f64;
 #else
 #define DIV(a, b) ((a) / (b))
 #endif
+#define QUICK_DIV(a, b) ((a) / (b))
 #define AS_FLOAT(u) as_float(u)
 #define AS_UINT(f) as_uint(f)
 #define FMA(a, b, c) fma(a, b, c)
