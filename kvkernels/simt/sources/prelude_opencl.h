@@ -4,7 +4,7 @@
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
 #endif
 #define KERNEL(n) __kernel __attribute__((reqd_work_group_size(n, 1, 1))) void
-#define DEVICE static inline
+#define DEVICE static inline __attribute__((always_inline))
 #define GLOBAL __global
 #define LOCAL __local
 #define SHARED __local
