@@ -1,0 +1,19 @@
+"""The emulator, for every test here; without a C++ compiler CI fails and a desk skips."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvkernels.simt.emulator.build import HINT, compiler
+from kvkernels.simt.emulator.driver import EmulatorDriver
+
+
+@pytest.fixture
+def driver() -> EmulatorDriver:
+    if compiler() is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"no C++ compiler. {HINT}")
+        pytest.skip(HINT)
+    return EmulatorDriver()
