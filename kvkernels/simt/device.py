@@ -21,6 +21,7 @@ from kvkernels.simt.driver import Driver
 from kvkernels.simt.materialize import materialize
 from kvkernels.simt.scratch import Scratch
 from kvkernels.simt.unfit import first_unfit
+from kvkernels.simt.windows import attend_windows
 from kvkernels.simt.workspace import predicted
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
@@ -116,6 +117,9 @@ class SimtDevice:
         if variant in _ATTEND:
             _expect(call, AttendCall)
             attend(call, driver, scratch, **_ATTEND[variant])
+        elif variant == "attend_materialized":
+            _expect(call, AttendCall)
+            attend_windows(call, driver, scratch)
         elif variant in ("commit", "commit_aware"):
             _expect(call, CommitCall)
             commit(driver, call, scratch)

@@ -64,13 +64,18 @@ def simt_rows(
     common = (*device, _work_group)
 
     def row(
-        name: str, kind: OpKind, numerics: str, op: tuple[Requirement, ...], *more: Requirement
+        name: str,
+        kind: OpKind,
+        numerics: str,
+        op: tuple[Requirement, ...],
+        *more: Requirement,
+        route: Route = Route.NATIVE,
     ) -> Capability:
         entry = f"{backend}/{name}"
         return Capability(
             entry=entry,
             kind=kind,
-            route=Route.NATIVE,
+            route=route,
             requires=(*op, *more, *common, fits_local(entry)),
             numerics=numerics,
         )
@@ -81,6 +86,14 @@ def simt_rows(
         *before,
         row("attend_portable", attend, _ATTEND_NUMERICS, ATTEND, decode),
         row("attend_prefill_portable", attend, _ATTEND_NUMERICS, ATTEND),
+        row(
+            "attend_materialized",
+            attend,
+            "windows of float32 rows, softmax merged over windows",
+            (*RECORDS, *ATTEND),
+            equal("bodyless", False),
+            route=Route.MATERIALIZE,
+        ),
         row("commit", commit, "the published encoder, sums in float64", COMMIT, _fp64),
         row(
             "commit_aware",
