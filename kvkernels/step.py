@@ -304,7 +304,8 @@ def _given(name: str, array: Any, shape: tuple[int, ...]) -> Any:
     dtype = getattr(getattr(array, "dtype", None), "name", None)
     flags = getattr(array, "flags", None)
     ok = tuple(getattr(array, "shape", ())) == shape and dtype == "float32"
-    if not ok or flags is None or not (flags.c_contiguous and flags.writeable):
+    # Arrays of a card know no read-only ones.
+    if not ok or flags is None or not (flags.c_contiguous and getattr(flags, "writeable", True)):
         found = f"{type(array).__name__} {getattr(array, 'shape', '')} {dtype}"
         raise InputError(name, found=found, needed=f"a writable C-contiguous float32 array {shape}")
     return array
