@@ -13,7 +13,7 @@ from pathlib import Path
 from kvkernels.simt.emulator.build import build, options
 from kvkernels.simt.program import part
 
-_KERNEL = re.compile(r"^KERNEL\([^)]*\)\s*(\w+)\s*\(", re.M)
+_KERNEL = re.compile(r"^KERNEL(?:_MIN)?\([^)]*\)\s*(\w+)\s*\(", re.M)
 
 
 def library(target: str, source: str) -> bytes:

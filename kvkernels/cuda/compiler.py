@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvkernels.simt.compiling import broken, compiled
+from kvkernels.simt.compiling import broken, compiled, uncompiled
 from kvkernels.simt.probing import text_of
 from kvkernels.simt.program import Program
 
@@ -16,7 +16,7 @@ _INSTALL = "pip install 'kvkernels[cuda12]' or 'kvkernels[cuda13]', which brings
 class Nvrtc:
     """Compiles for ``arch`` as ``arch.target`` names it: ``sm_90``, or ``compute_90`` for PTX.
 
-    Raises BackendUnavailable when there is no NVRTC, or when it fails.
+    Raises BackendUnavailable when there is no NVRTC, CompileError when it fails.
     """
 
     def __init__(self, cupy: Any, arch: str) -> None:
@@ -45,12 +45,8 @@ class Nvrtc:
             # CuPy 14.2 returns the cubin without its last byte, which is 0: one more does no harm.
             return bytes(nvrtc.getCUBIN(handle)) + b"\0"
         except Exception as error:
-            names = ", ".join(name for name, _ in program.kernels)
-            text = f"NVRTC {self.version} failed for {names} on {self.arch} ({text_of(error)})"
-            hint = (
-                "This is an error of kvkernels or of this NVRTC; another version may do. Report it"
-            )
-            broken("cuda", text, hint, _log(nvrtc, handle))
+            name = f"NVRTC {self.version}"
+            uncompiled(program, name, self.arch, text_of(error), _log(nvrtc, handle))
         finally:
             nvrtc.destroyProgram(handle)
 

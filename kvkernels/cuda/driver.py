@@ -104,7 +104,7 @@ class CudaDriver:
     def launch(
         self, program: Program, kernel: str, grid: Sequence[int], args: Sequence[Any]
     ) -> None:
-        """Enqueue on the current stream. Raises DeviceLost, BackendUnavailable."""
+        """Enqueue on the current stream. Raises DeviceLost, CompileError."""
         key = (program, kernel)
         with self._on_card(f"kernel {kernel}"):
             function = self._functions.get(key)

@@ -7,7 +7,7 @@ from ctypes import c_size_t, c_void_p
 from typing import Any
 
 from kvkernels.hip.functions import COMPILER, Functions, at, strings
-from kvkernels.simt.compiling import broken, compiled
+from kvkernels.simt.compiling import compiled, uncompiled
 from kvkernels.simt.program import Program
 
 #: results are the same on every card: no contraction, and no fast mathematics
@@ -25,7 +25,7 @@ class Hiprtc:
         self.options = (*OPTIONS, f"--offload-arch={gfx}")
 
     def code(self, program: Program) -> bytes:
-        """A code object; kept on disk between processes. Raises BackendUnavailable."""
+        """A code object; kept on disk between processes. Raises CompileError."""
         return compiled(
             program, "hip", self.options, f"hiprtc {self.version}", lambda: self._make(program)
         )
@@ -33,7 +33,6 @@ class Hiprtc:
     def _make(self, program: Program) -> bytes:
         call, handle = self._call, c_void_p()
         source = program.source("hip").encode()
-        names = ", ".join(name for name, _ in program.kernels)
         status = call.status("hiprtcCreateProgram", at(handle), source, b"kvk.hip", 0, None, None)
         if not status:
             options = strings(*self.options)
@@ -43,9 +42,9 @@ class Hiprtc:
             status, code = self._result("Code", handle)
         if status:
             log = self._result("ProgramLog", handle)[1] if handle else b""
-            text = f"hiprtc failed for {names} on {self.gfx}: {call.text(status)}"
-            hint = "Another ROCm may do; report it, it is an error of kvkernels or of this hiprtc"
-            broken("hip", text, hint, log.rstrip(b"\0").decode("utf-8", "replace"))
+            words = log.rstrip(b"\0").decode("utf-8", "replace")
+            name = f"hiprtc {self.version}"
+            uncompiled(program, name, self.gfx, call.text(status), words)
         call.status("hiprtcDestroyProgram", at(handle))
         return code
 

@@ -52,7 +52,7 @@ class HipDriver:
         self._must(what, "hipSetDevice", self.index)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> HipArray:
-        """Uninitialised. Raises MemoryError."""
+        """Uninitialised. Raises OutOfDeviceMemory."""
         what = f"an array {tuple(shape)} of {np.dtype(dtype)}"
         self._here(what)
         block = self._pool.take(prod(shape) * np.dtype(dtype).itemsize, what)
@@ -105,7 +105,7 @@ class HipDriver:
     def launch(
         self, program: Program, kernel: str, grid: Sequence[int], args: Sequence[Any]
     ) -> None:
-        """Enqueue. Raises DeviceLost, BackendUnavailable when it does not compile."""
+        """Enqueue. Raises DeviceLost, CompileError."""
         what = f"kernel {kernel}"
         self._here(what)
         function = self._function(program, kernel)

@@ -35,7 +35,7 @@ class Pool:
         self._free: defaultdict[int, deque[int]] = defaultdict(deque)
 
     def take(self, nbytes: int, what: str) -> Block:
-        """Uninitialised memory. Raises MemoryError."""
+        """Uninitialised memory. Raises OutOfDeviceMemory."""
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length() if nbytes else 0)
         if size > _LARGEST_KEPT:
             size = -(-nbytes // _SMALLEST) * _SMALLEST
