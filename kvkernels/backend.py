@@ -11,7 +11,7 @@ from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.op import AttentionOp, LayerSpec
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
-API_VERSION = 2
+API_VERSION = 3
 """Raised when a protocol below changes so that an old backend cannot work, or operations get fields
 that an old table cannot know.
 """
@@ -91,6 +91,15 @@ class Device(Protocol):
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """An array for results."""
+
+    def upload(self, host: Any) -> Any:
+        """An array on this device with the values of a NumPy one (on the CPU, that one itself)."""
+
+    def download(self, array: Any) -> Any:
+        """A NumPy array with the values of one on this device (on the CPU, that one itself)."""
+
+    def overwrite(self, array: Any, host: Any) -> None:
+        """Give an array on this device the values of a NumPy one of its shape and dtype."""
 
     def first_unfit(
         self, arrays: Sequence[Any], stored: Sequence[Stored]

@@ -31,6 +31,10 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
         "opencl": "kvkernels.opencl.backend:OpenclBackend",
     }
 )
+# Runs the kernels of GPUs on the CPU: for whoever names it, and listed nowhere.
+NAMED_ONLY: Mapping[str, str] = MappingProxyType(
+    {"simt": "kvkernels.simt.emulator.backend:EmulatorBackend"}
+)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 # A plugin that calls sys.exit() while it is imported must not end the caller's program.
 _ANY = (Exception, SystemExit)
@@ -65,16 +69,18 @@ def _plugins() -> Iterator[tuple[str, str, importlib.metadata.EntryPoint]]:
                 yield point.name, owner, point
 
 
-def _candidates() -> list[_Candidate]:
+def _candidates(named: str | None = None) -> list[_Candidate]:
+    """Everything that is registered, and the one that is only there when it is ``named``."""
+    targets = {**BUILTIN, **{name: t for name, t in NAMED_ONLY.items() if name == named}}
     found = [
         _Candidate(name, "kvkernels", lambda target=target: _load_builtin(target))  # type: ignore[misc]
-        for name, target in BUILTIN.items()
+        for name, target in targets.items()
     ]
     plugins = sorted(_plugins(), key=lambda plugin: plugin[:2])
     count = Counter(name for name, _, _ in plugins)
     for name, owner, point in plugins:
         refused = None
-        if name in BUILTIN:
+        if name in BUILTIN or name in NAMED_ONLY:
             text = f"the package {owner!r} registers the name of a built-in backend"
             hint = f"Uninstall {owner}; the built-in backend is used"
             refused = BackendStatus(name, "conflict", text, hint)
@@ -174,7 +180,7 @@ def backends(only: str | None = None) -> dict[str, Backend]:
     """The backends that load and follow the protocol, by name. Imports all (or just the one named
     ``only``), probes none.
     """
-    chosen = [c for c in _candidates() if c.refused is None and only in (None, c.name)]
+    chosen = [c for c in _candidates(only) if c.refused is None and only in (None, c.name)]
     loaded = {c.name: _load(c) for c in chosen}
     return {name: b for name, b in loaded.items() if not isinstance(b, BackendStatus)}
 
@@ -184,7 +190,7 @@ def statuses(only: str | None = None) -> tuple[BackendStatus, ...]:
     conflicts included.
     """
     found = []
-    for candidate in _candidates():
+    for candidate in _candidates(only):
         if only not in (None, candidate.name):
             continue
         backend = _load(candidate)
@@ -201,7 +207,7 @@ def open_device(device_id: str, **options: Any) -> Device:
     Raises BackendUnavailable, whose status says what is wrong and what to do.
     """
     name = str(device_id).partition(":")[0]
-    candidates = [c for c in _candidates() if c.name == name]
+    candidates = [c for c in _candidates(name) if c.name == name]
     # A conflict with a built-in leaves the built-in usable; between plugins none is.
     candidate = next((c for c in candidates if c.refused is None), None)
     if candidate is None:

@@ -13,7 +13,7 @@ from kvkernels.arguments import (
     check_rows,
     check_sink_logits,
 )
-from kvkernels.backend import Rows
+from kvkernels.backend import Device, Rows
 from kvkernels.calls import DECODE_ROWS, AttendCall, Batch, CommitCall, SeqView, TailCall
 from kvkernels.dispatch import Decision
 from kvkernels.errors import InputError, StepError
@@ -93,8 +93,8 @@ class Step:
         )
         sinks = check_sink_logits(spec, sink_logits)
         shape = (n, spec.n_head, spec.head_dim_v)
-        result = device.empty(shape) if out is None else _given("out", out, shape)
-        logs = device.empty(shape[:2]) if lse is None else _given("lse", lse, shape[:2])
+        result = device.empty(shape) if out is None else _given(device, "out", out, shape)
+        logs = device.empty(shape[:2]) if lse is None else _given(device, "lse", lse, shape[:2])
         masks = by_sequence(mask, list(self.n_tokens))
         launches = [
             self._prepare(layer, batch, rows, check_bias(spec, batch.views, masks))
@@ -300,12 +300,13 @@ class Step:
             self.discard()
 
 
-def _given(name: str, array: Any, shape: tuple[int, ...]) -> Any:
-    dtype = getattr(getattr(array, "dtype", None), "name", None)
-    flags = getattr(array, "flags", None)
-    ok = tuple(getattr(array, "shape", ())) == shape and dtype == "float32"
-    # Arrays of a card know no read-only ones.
-    if not ok or flags is None or not (flags.c_contiguous and getattr(flags, "writeable", True)):
-        found = f"{type(array).__name__} {getattr(array, 'shape', '')} {dtype}"
-        raise InputError(name, found=found, needed=f"a writable C-contiguous float32 array {shape}")
-    return array
+def _given(device: Device, name: str, array: Any, shape: tuple[int, ...]) -> Any:
+    """An array of the caller's for results, on the device and as its kernels write it."""
+    found = f"{type(array).__name__} {getattr(array, 'shape', '')} {getattr(array, 'dtype', '')}"
+    needed = f"a writable C-contiguous float32 array {shape}"
+    if tuple(getattr(array, "shape", ())) == shape:
+        rows = device.rows(name, array)
+        writable = getattr(getattr(array, "flags", None), "writeable", True)
+        if rows.array is array and rows.dtype == "f32" and writable:
+            return array
+    raise InputError(name, found=found, needed=needed)

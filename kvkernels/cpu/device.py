@@ -108,6 +108,19 @@ class CpuDevice:
         """A float32 array for results."""
         return np.empty(shape, np.float32)
 
+    def upload(self, host: Any) -> Any:
+        """The array itself: it is where it should be."""
+        return host
+
+    def download(self, array: Any) -> Any:
+        """The array itself."""
+        return array
+
+    def overwrite(self, array: Any, host: Any) -> None:
+        """Copy, unless both are the same."""
+        if array is not host:
+            array[...] = host
+
     def first_unfit(
         self, arrays: Sequence[Any], stored: Sequence[Stored]
     ) -> tuple[int, tuple[int, ...]] | None:

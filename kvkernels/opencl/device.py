@@ -56,7 +56,9 @@ class OpenclDriver:
         """A uint8 array of zeros."""
         array = self.empty((nbytes,), np.uint8)
         if nbytes:
-            self._cl.enqueue_fill_buffer(self.queue, array.base_data, np.uint8(0), 0, nbytes)
+            self._cl.enqueue_fill_buffer(
+                self.queue, array.base_data, np.zeros(1, np.uint8), 0, nbytes
+            )
         return array
 
     def upload(self, host: NDArray[Any]) -> Any:
@@ -66,7 +68,8 @@ class OpenclDriver:
 
     def download(self, array: Any) -> NDArray[Any]:
         """A copy in host memory; waits."""
-        return self._guarded(lambda: np.asarray(array.get(self.queue)))
+        host: NDArray[Any] = self._guarded(lambda: np.asarray(array.get(self.queue)))
+        return host
 
     def fill(self, array: Any, host: NDArray[Any]) -> None:
         """Overwrite."""
@@ -148,8 +151,8 @@ class OpenclDriver:
             device = self.queue.device
             raise OutOfDeviceMemory(
                 f"{device.name}: no room for {nbytes} bytes (largest buffer "
-                f"{device.max_mem_alloc_size}, memory {device.global_mem_size}). Plan for a smaller "
-                "n_ctx or n_seq, or for narrower types"
+                f"{device.max_mem_alloc_size}, memory {device.global_mem_size}). Plan for a "
+                "smaller n_ctx or n_seq, or for narrower types"
             ) from None
         except self._cl.Error as error:
             raise self._failure(error) from None

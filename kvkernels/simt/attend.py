@@ -1,5 +1,5 @@
-"""Entries ``*/attend_portable`` and ``*/attend_prefill_portable``: attention straight from the cache,
-in float32.
+"""Entries ``*/attend_portable`` and ``*/attend_prefill_portable``: attention straight from the
+cache, in float32.
 """
 
 from __future__ import annotations

@@ -14,9 +14,13 @@ from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.errors import InputError
 from kvkernels.memory import LayerSizes
 from kvkernels.op import AttentionOp, LayerSpec
-from kvkernels.simt.attend import KINDS, attend
+from kvkernels.simt.attend import attend
+from kvkernels.simt.commit import commit
+from kvkernels.simt.commit_rows import commit_rows, commit_tail
 from kvkernels.simt.driver import Driver
+from kvkernels.simt.materialize import materialize
 from kvkernels.simt.scratch import Scratch
+from kvkernels.simt.unfit import first_unfit
 from kvkernels.simt.workspace import predicted
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
@@ -83,12 +87,18 @@ class SimtDevice:
         """A NumPy array with the values of a device one."""
         return self.driver.download(array)
 
+    def overwrite(self, array: Any, host: Any) -> None:
+        """Give a device array the values of a NumPy one of its shape and dtype."""
+        self.driver.fill(array, host)
+
     def first_unfit(
         self, arrays: Sequence[Any], stored: Sequence[Stored]
     ) -> tuple[int, tuple[int, ...]] | None:
-        """(array, (row, head, channel)) of the first value that cannot be used or stored, or None."""
+        """(array, (row, head, channel)) of the first value that cannot be used or not be stored, or
+        None. Waits for the answer.
+        """
         with self._turn:
-            return None
+            return first_unfit(self.driver, arrays, stored)
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Enqueue an entry. It checks nothing again: ``op`` was confirmed against the table."""
@@ -100,6 +110,18 @@ class SimtDevice:
         if variant in ("attend_portable", "attend_prefill_portable"):
             _expect(call, AttendCall)
             attend(call, driver, scratch, prefill=variant == "attend_prefill_portable")
+        elif variant in ("commit", "commit_aware"):
+            _expect(call, CommitCall)
+            commit(driver, call, scratch)
+        elif variant == "commit_rows":
+            _expect(call, CommitCall)
+            commit_rows(driver, call, scratch)
+        elif variant == "commit_tail":
+            _expect(call, TailCall)
+            commit_tail(driver, call, scratch)
+        elif variant == "materialize":
+            _expect(call, MaterializeCall)
+            materialize(driver, call)
         else:
             names = ", ".join(row.entry for row in self.table)
             raise InputError("entry", found=variant, needed=f"one of {names}")

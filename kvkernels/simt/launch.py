@@ -1,5 +1,5 @@
-"""Launch lists of ``sources/attend.inc`` and ``merge.inc``: made once per step and page class, shared
-by its layers, one int32 array that travels to the device in one piece.
+"""Launch lists of ``sources/attend.inc`` and ``merge.inc``: made once per step and page class,
+shared by its layers, one int32 array that travels to the device in one piece.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK, LONG_CHUNK, LONG = 4, 16, 1024
 
 
 def block_rows(layer: LayerSpec, n_q: int, *, prefill: bool) -> int:
-    """Query rows of one block: the kernel is specialised for it, the results do not depend on it."""
+    """Query rows of one block: what the kernel is specialised for; results do not depend on it."""
     if prefill:
         return 16 if max(layer.head_dim, layer.head_dim_v) <= 128 else 8
     return min(DECODE_BLOCK, 1 << (n_q * layer.gqa - 1).bit_length())
@@ -44,9 +44,9 @@ def chunk_of(groups: int) -> int:
 
 @dataclass(slots=True)
 class Work:
-    """``lists``: what the kernels read, on the device once it was uploaded; ``items`` and ``joins``:
-    blocks of the two launches; ``parts`` of ``rows`` rows each: partial results; ``sources``: kinds of
-    keys that occur.
+    """``lists``: what the kernels read, on the device once it was uploaded; ``items`` and
+    ``joins``: blocks of the two launches; ``parts`` of ``rows`` rows each: partial results;
+    ``sources``: kinds of keys that occur.
     """
 
     lists: Any
@@ -120,7 +120,7 @@ class Builder:
                 self._joins.append((view.q_start, head, rows, first, rotated, plain, row))
 
     def _chunks(self, span: tuple[int, int], chunk: int, origin: int = 0) -> list[tuple[int, int]]:
-        """A prefill's block takes all of them; a decode's are cut at fixed numbers from ``origin``."""
+        """A prefill's block takes all; a decode's are cut at fixed numbers from ``origin``."""
         start, stop = span
         if self._prefill:
             return [span]

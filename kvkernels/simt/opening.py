@@ -9,22 +9,28 @@ import importlib
 from typing import cast
 
 from kvkernels.backend import BackendStatus, Device
+from kvkernels.capabilities import DeviceCaps
 from kvkernels.errors import BackendUnavailable
 
 
-def open_listed(status: BackendStatus, device_id: str, **options: object) -> Device:
-    """The device ``device_id`` of those that ``status`` lists.
-
-    Raises BackendUnavailable: the probe found none, not this one, or the build has no driver.
-    """
+def listed(status: BackendStatus, device_id: str) -> DeviceCaps:
+    """The device ``device_id`` of those that ``status`` lists. Raises BackendUnavailable."""
     if not status.ok:
         raise BackendUnavailable(status)
-    name = status.name
     caps = next((caps for caps in status.devices if caps.id == device_id), None)
     if caps is None:
         ids = ", ".join(caps.id for caps in status.devices)
         text = f"no device {device_id!r}; found: {ids}"
-        raise BackendUnavailable(BackendStatus(name, "unavailable", text))
+        raise BackendUnavailable(BackendStatus(status.name, "unavailable", text))
+    return caps
+
+
+def open_listed(status: BackendStatus, device_id: str, **options: object) -> Device:
+    """Open the device ``device_id`` of those that ``status`` lists.
+
+    Raises BackendUnavailable: the probe found none, not this one, or the build has no driver.
+    """
+    name, caps = status.name, listed(status, device_id)
     module = f"kvkernels.{name}.device"
     try:
         opener = getattr(importlib.import_module(module), f"open_{name}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from kvkernels import tail
 from kvkernels.calls import DECODE_ROWS
 from kvkernels.op import GROUP, LayerSpec, oldest_key
+from kvkernels.simt.commit import workspaces
 from kvkernels.simt.launch import CHUNK, block_rows, chunk_of
 from kvkernels.storage import Body, Steps, Storage
 
@@ -19,9 +20,11 @@ def predicted(layers: Iterable[tuple[LayerSpec, Storage, bool]], steps: Steps) -
     whether its queries are staged).
     """
     most: Counter[str] = Counter()
-    for spec, storage, _ in layers:
+    for spec, storage, staged in layers:
         most |= Counter(_decode(spec, storage, steps))
         most |= Counter(_prefill(spec, storage, steps))
+        if storage.body is Body.RECORDS:
+            most |= Counter(workspaces(spec, steps, given=not staged))
     return sum(most.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,17 @@ FLOAT32: Limits = (1e-5, 1e-4)
 INT16: Limits = (2e-4, 5e-3)
 INT8: Limits = (1e-2, 1e-1)
 # Entries that compute in float32 whatever the activations of a plan are.
-ALWAYS_FLOAT32 = frozenset({"cpu/attend_materialized"})
+ALWAYS_FLOAT32 = ("cpu/attend_materialized", "*/attend_portable", "*/attend_prefill_portable")
+
+
+def always_float32(entry: str) -> bool:
+    """Whether the entry's results are float32 ones whatever the activations."""
+    return any(fnmatchcase(entry, name) for name in ALWAYS_FLOAT32)
 
 
 def limits_of(entry: str, activations: str, v_bits: int) -> Limits:
     """What an entry is held to with these activations (codec.md 5c)."""
-    if activations == "f32" or entry in ALWAYS_FLOAT32:
+    if activations == "f32" or always_float32(entry):
         return FLOAT32
     if activations == "int8" or (activations == "auto" and v_bits <= 4):
         return INT8

@@ -25,7 +25,7 @@ from kvkernels.planner import Limits, Plan, plan
 from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
-from kvkernels.testing.compare import ALWAYS_FLOAT32, Comparison, compare, exact_zeros, limits_of
+from kvkernels.testing.compare import Comparison, always_float32, compare, exact_zeros, limits_of
 from kvkernels.testing.model import RowsModel, model_of
 from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
 
@@ -83,7 +83,7 @@ def run_all(device: Device, case: Case) -> list[Result]:
     names = [row.entry for row in device.table if row.kind is OpKind.ATTEND]
     wanted: list[tuple[str | None, str]] = [(None, case.activations[0])]
     for name in names:
-        same = name in ALWAYS_FLOAT32  # whatever the activations: once is enough
+        same = always_float32(name)  # whatever the activations: once is enough
         wanted += [(name, kind) for kind in (case.activations[:1] if same else case.activations)]
     return list(_results(device, case, wanted))
 
@@ -165,7 +165,7 @@ class Bench:
         poison_unused(self.cache)
         parts = [rows.part(past) for rows, past in zip(sequences, case.past, strict=True)]
         self.arrays = [
-            self.guards.copy(name, np.concatenate([part[i] for part in parts]))
+            device.upload(self.guards.copy(name, np.concatenate([part[i] for part in parts])))
             for i, name in enumerate("qkv")
         ]
         self.masks = {i: inputs.mask(case, i) for i in range(len(parts))} if case.mask else None
@@ -190,6 +190,7 @@ class Bench:
             parts = [sequences[i].part(*cut) for i, cut in now.items()]
             arrays = [np.concatenate([part[a] for part in parts]) for a in range(3)]
             with self.cache.step({i: stop - start for i, (start, stop) in now.items()}) as step:
+                arrays = [self.device.upload(array) for array in arrays]
                 step.attend(0, *arrays, sink_logits=inputs.sink_logits(self.case))
             for i, part in zip(now, parts, strict=True):
                 models[i].append(part[1], part[2], part[0])
@@ -236,11 +237,12 @@ class Bench:
         poison_workspaces(self.device)
         rows = len(self.arrays[0])
         spec = layer.spec
-        out = self.guards.empty("out", (rows, spec.n_head, spec.head_dim_v), np.float32)
+        shape = (rows, spec.n_head, spec.head_dim_v)
+        out = self.device.upload(self.guards.empty("out", shape, np.float32))
         step = twin.step(dict(enumerate(self.case.n_q)))
         try:
             step.attend(0, *self.arrays, mask=self.masks, sink_logits=self.sinks, out=out)
         finally:
             step.discard()
         entries = {str(found.entry) for found in twin._decisions.values()}
-        return out, min(entries) if len(entries) == 1 else decision.entry
+        return self.device.download(out), min(entries) if len(entries) == 1 else decision.entry

@@ -87,21 +87,30 @@ class GuardedDevice:
 
 def poison_unused(cache: Cache) -> None:
     """0xFF into every slot, exact row and ring row that no published state shows."""
+    device = cache.device
     for layer, buffers, index in zip(cache.plan.layers, cache.buffers, cache.class_of, strict=True):
-        slots, rows = live(cache, index)
-        for name in ("k_records", "v_records"):
-            array = getattr(buffers, name)
-            if isinstance(array, np.ndarray) and array.size:
-                pool = array.view(np.uint8).reshape(layer.spec.n_kv_head, buffers.slots, -1)
-                pool[:, ~slots] = BYTE
-        if layer.storage.body is Body.TILES:
-            _poison_tiles(cache, layer, buffers, index)
-        for name in ("k_exact", "v_exact", "q_exact"):
-            array = getattr(buffers, name)
-            if isinstance(array, np.ndarray) and array.size:
-                rows_of(name, array, layer.spec, buffers.blocks)[:, ~rows] = 0xFFFF
-        if layer.storage.tail_rows:
-            _poison_rings(cache, layer, buffers, index)
+        arrays = {name: array for name in _FIELDS if (array := getattr(buffers, name)) is not None}
+        hosts = {name: device.download(array) for name, array in arrays.items()}
+        _poison_layer(cache, layer, dataclasses.replace(buffers, **hosts), index)
+        for name, array in arrays.items():
+            device.overwrite(array, hosts[name])
+
+
+def _poison_layer(cache: Cache, layer: LayerPlan, buffers: LayerBuffers, index: int) -> None:
+    slots, rows = live(cache, index)
+    for name in ("k_records", "v_records"):
+        array = getattr(buffers, name)
+        if isinstance(array, np.ndarray) and array.size:
+            pool = array.view(np.uint8).reshape(layer.spec.n_kv_head, buffers.slots, -1)
+            pool[:, ~slots] = BYTE
+    if layer.storage.body is Body.TILES:
+        _poison_tiles(cache, layer, buffers, index)
+    for name in ("k_exact", "v_exact", "q_exact"):
+        array = getattr(buffers, name)
+        if isinstance(array, np.ndarray) and array.size:
+            rows_of(name, array, layer.spec, buffers.blocks)[:, ~rows] = 0xFFFF
+    if layer.storage.tail_rows:
+        _poison_rings(cache, layer, buffers, index)
 
 
 def _poison_tiles(cache: Cache, layer: LayerPlan, buffers: LayerBuffers, index: int) -> None:

@@ -17,7 +17,7 @@ PLUGIN = """
 import os, signal, sys, time
 class B:
     name = {name!r}
-    api_version = 2
+    api_version = 3
     table = ()
     def probe(self):
         {body}

@@ -33,7 +33,7 @@ class Dev:
 
 class B:
     name = "NAME"
-    api_version = 2
+    api_version = 3
     row = {"entry": "NAME/attend_x", "kind": OpKind.ATTEND, "route": Route.NATIVE}
     table = (Capability(**row, requires=()),)
     def probe(self):
@@ -103,7 +103,7 @@ BROKEN = {
         "broken",
         "OSError: no lib",
     ),
-    "not a backend": ("class B:\n    api_version = 2\n", "broken", "no usable name, table, probe"),
+    "not a backend": ("class B:\n    api_version = 3\n", "broken", "no usable name, table, probe"),
     "probe not callable": (GOOD + "    probe = 3\n", "broken", "no usable probe"),
     "table raises": (
         GOOD + "    @property\n    def table(self):\n        raise OSError('driver')\n",
@@ -119,7 +119,7 @@ BROKEN = {
     "other name": (GOOD + "    name = 'cuda'\n", "broken", "calls itself 'cuda'"),
     "no version": ("class B:\n    pass\n", "api_mismatch", "API version None"),
     "newer version": (
-        GOOD.replace("api_version = 2", f"api_version = {API_VERSION + 1}"),
+        GOOD.replace("api_version = 3", f"api_version = {API_VERSION + 1}"),
         "api_mismatch",
         f"API version {API_VERSION + 1}, this library has {API_VERSION}",
     ),

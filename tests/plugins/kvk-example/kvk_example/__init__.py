@@ -62,7 +62,7 @@ class ExampleBackend:
     """What the entry point names."""
 
     name = "example"
-    api_version = 2
+    api_version = 3
     table = TABLE
 
     def probe(self) -> Sequence[DeviceCaps]:
