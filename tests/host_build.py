@@ -1,4 +1,5 @@
 """Stands in for NVRTC and hiprtc: the very source that they would get, built for the emulator.
+And the parity cases that a driver is put through.
 
 As a script: ``host_build.py TARGET SOURCE RESULT``; exit status 1 with the compiler's words.
 """
@@ -13,6 +14,19 @@ from pathlib import Path
 from kvkernels.simt.emulator.build import build, options
 from kvkernels.simt.program import part
 
+#: of every source of keys and every kind of commit, decode and prefill
+CASES = (
+    "decode/k4v4/d64/h4x2/kv300/q1",
+    "decode/k3v5/d128/h4x2/kv300/q3",
+    "prefill/k4v4/d64/h4x2/kv330/q17",
+    "batch/k4v4/d64/h4x2/kv300+129+700/q1+17+3",
+    "dtype/k4v4/d128/h4x2/kv300/q3/float16",
+    "mask/k4v4/d64/h4x2/kv498/q3/bool-keys",
+    "standard/q8_0-q4_0/d64/h4x2/kv257/q1/length",
+    "tail/k5v4/d64/h4x2/kv300+129+700/q1+17+3/tail256",
+    "logits/k4v4/d128/h4x2/kv300/q3/sink-logits",
+    "aware/k4v4/d64/h6x2/kv450/q3",
+)
 _KERNEL = re.compile(r"^KERNEL(?:_MIN)?\([^)]*\)\s*(\w+)\s*\(", re.M)
 
 

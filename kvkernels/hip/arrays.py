@@ -52,6 +52,9 @@ class HipArray:
         found: NDArray[Any] = self.driver.download(self)
         return found
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def __getitem__(self, index: Any) -> Any:
         return self.get()[index]
 

@@ -50,6 +50,7 @@ class Array:
     def __init__(self, host: Any, device: int = 0) -> None:
         self.host = host
         self.shape, self.dtype, self.strides = host.shape, host.dtype, host.strides
+        self.size, self.nbytes = host.size, host.nbytes
         self.device = SimpleNamespace(id=device)
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.ctypes.data)
@@ -61,6 +62,12 @@ class Array:
         assert host.shape == self.shape
         assert host.dtype == self.dtype
         self.host[...] = host
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.host[index]
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, self.device.id)

@@ -10,10 +10,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvkernels.hip.library import Libraries
+from kvkernels.settings import settings
 from kvkernels.simt.emulator.build import build, compiler_version, options, runtime_source
 
 HERE = Path(__file__).parent
-COMPILER = f"{shlex.join([sys.executable, str(HERE.parent / 'host_build.py')])} hip"
+# The emulator's own builds stay where they are when a test names another folder.
+_PYTHON = shlex.join([sys.executable, str(HERE.parent / "host_build.py")])
+COMPILER = f"KVK_CACHE_DIR={shlex.quote(settings().cache_dir or 'off')} {_PYTHON} hip"
 
 
 @cache

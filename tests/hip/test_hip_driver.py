@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_hip import COMPILER, libraries, library, load
-from hybrid import CASES, Hybrid
+from host_build import CASES
 
 from kvkernels.errors import BackendUnavailable, CompileError, DeviceLost, InputError
 from kvkernels.hip.arrays import HipArray
@@ -54,14 +54,13 @@ def test_parity_through_the_backend(
     device = opened()
     assert device.caps.facts["lanes"] == (64 if arch.startswith("gfx9") else 32)
     before = load(library()).fakehip_launches()
-    result = run_case(Hybrid(device), by_id(case_id))
+    result = run_case(device, by_id(case_id))
     assert result.passed, result
     assert str(result.entry).startswith("hip/")
     assert load(library()).fakehip_launches() > before
 
 
 def test_a_second_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KVK_CACHE_DIR", str(tmp_path / "kept"))
     first = rotate(opened()).get()
     assert len(list((tmp_path / "kept").glob("*.o"))) == 1
     monkeypatch.setenv("FAKEHIP_COMPILER", "false")
@@ -107,13 +106,8 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_failures_are_ours(
-    failure: str,
-    error: type[Exception],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    failure: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVK_CACHE_DIR", str(tmp_path / "kept"))
     device = opened()
     monkeypatch.setenv("FAKEHIP_FAIL", failure)
     with pytest.raises(error, match=words):
@@ -126,7 +120,6 @@ def test_failures_are_ours(
 def test_a_compiler_that_does_not_know_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     device = opened()
     monkeypatch.setenv("FAKEHIP_ARCH", "gfx1201")
-    monkeypatch.setenv("KVK_CACHE_DIR", "off")
     with pytest.raises(CompileError, match=r"gfx1030[^\n]*\nerror: another --offload-arch"):
         rotate(device)
 
