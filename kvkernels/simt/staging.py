@@ -80,8 +80,9 @@ def stage(
         tiles = scratch.get(
             "stage tiles", (n_transient, 2 * layer.n_kv_head + layer.n_head, GROUP * dim), np.uint16
         )
-    # Other encoders, and a given moment, need no queries.
-    q = call.q if layer.encoder != "published" and buffers.query_moment is None else None
+    # Without blocks for them, queries are wanted by the encoder that weighs by them, or by nobody.
+    weighed = layer.encoder != "published" and buffers.query_moment is None
+    q = call.q if weighed or buffers.q_exact is not None else None
     heads = 2 * layer.n_kv_head + (layer.n_head if q is not None else 0)
     exact = (buffers.k_exact, buffers.v_exact, buffers.q_exact, tiles)
     numbers = tuple(scalar(x) for x in (layer.n_kv_head, layer.n_head, buffers.blocks))

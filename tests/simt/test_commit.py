@@ -244,6 +244,20 @@ def test_the_aware_layer_without_a_stage_of_queries(driver: EmulatorDriver, dim:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("queries", [True, False])
+def test_queries_are_staged_where_there_is_room(driver: EmulatorDriver, queries: bool) -> None:
+    """The published encoder has no use for them, but a caller may ask for them to be kept."""
+    layer, guards = spec(), Guards()
+    held = buffers(guards, layer, queries=queries)
+    x = {n: rows(guards, (30, h, 64), seed=h) for n, h in (("k", 1), ("v", 1), ("q", 2))}
+    write = GroupWrite(0, 0, 10, 30, 1, 1, -1)
+    commit(driver, CommitCall(layer, held, (write,), **x), Scratch(driver))
+    assert_array_equal(tile_of(held, layer, "v_exact")[:, 1, 10:40], staged(x["v"]))
+    if queries:
+        assert_array_equal(tile_of(held, layer, "q_exact")[:, 1, 10:40], staged(x["q"]))
+    assert not guards.broken()
+
+
 def test_layers_share_lists(driver: EmulatorDriver) -> None:
     layer: LayerSpec = spec()
     guards, scratch = Guards(), Scratch(driver)
