@@ -14,6 +14,7 @@ from kvkernels.hip.arrays import HipArray, see
 from kvkernels.hip.compiler import Hiprtc
 from kvkernels.hip.functions import (
     NO_BINARY,
+    ON_DEVICE,
     OUT_OF_MEMORY,
     RUNTIME,
     TO_DEVICE,
@@ -86,6 +87,11 @@ class HipDriver:
         if plain.nbytes:
             copied = (array.ptr, plain.ctypes.data, plain.nbytes, TO_DEVICE)
             self._must("an upload", "hipMemcpy", *copied)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Enqueue a copy on the card; both have as many bytes."""
+        self._here("a copy")
+        self._must("a copy", "hipMemcpy", target.ptr, source.ptr, source.nbytes, ON_DEVICE)
 
     def see(self, field: str, array: Any) -> Seen:
         """HipArrays, and arrays of CuPy and PyTorch for ROCm, bfloat16 included."""

@@ -35,7 +35,7 @@ COMPILER: dict[str, tuple[Any, ...]] = {
     "hiprtcDestroyProgram": (_POINTER,),
 }
 OUT_OF_MEMORY, NO_BINARY = 2, 209
-TO_DEVICE, TO_HOST = 1, 2  # hipMemcpyKind
+TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3  # hipMemcpyKind
 
 
 class Functions:

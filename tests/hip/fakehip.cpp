@@ -88,8 +88,8 @@ API hipFree(void *p) {
 API hipMemGetInfo(size_t *free_, size_t *total) { *total = memory(), *free_ = *total - used; return OK; }
 API hipMemcpy(void *d, const void *s, size_t n, int kind) {
     if (lost) return LAUNCH;
-    if (kind != 1 && kind != 2) return 21;
-    if (inside(d, n) != (kind == 1) || inside(s, n) != (kind == 2)) return INVALID;
+    if (kind < 1 || kind > 3) return 21;
+    if (inside(d, n) != bool(kind & 1) || inside(s, n) != bool(kind & 2)) return INVALID;
     memcpy(d, s, n);
     return OK;
 }
