@@ -14,8 +14,8 @@ from kvkernels.errors import InputError
 from kvkernels.simt.driver import Seen
 from kvkernels.simt.probing import text_of
 
-#: DLPack's number of CUDA devices
-_DL_CUDA = 2
+#: DLPack's numbers of CUDA memory, and of managed memory
+_DL_CUDA = (2, 13)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -40,7 +40,7 @@ def _taken(cupy: Any, index: int, field: str, array: Any) -> Any:
         _elsewhere(index, field, kind.removeprefix("builtins."))
     if hasattr(array, "__dlpack_device__"):
         memory, number = (int(part) for part in array.__dlpack_device__())
-        if memory != _DL_CUDA:
+        if memory not in _DL_CUDA:
             what = f"{type(array).__module__}.{type(array).__qualname__}"
             _elsewhere(index, field, f"{what} in memory of another kind (DLPack device {memory})")
         # Asked before CuPy is: it would copy from another card.
