@@ -36,6 +36,7 @@ def library(target: str, source: str) -> bytes:
     if not source.startswith(prelude):
         raise RuntimeError("error: the source does not begin with the prelude")
     rest = source.removeprefix(prelude)
+    rest = rest.replace(part("prims_cuda.inc"), part("prims_host.inc"))
     entries = "".join(f"ENTRY({name})\n" for name in _KERNEL.findall(rest))
     text = part("prelude_host.h") + rest + entries
     name = hashlib.sha256("\0".join((text, *options("plain"))).encode()).hexdigest()[:32]

@@ -132,7 +132,8 @@ def hip_resources(code: bytes) -> dict[str, Resources]:
     found = {}
     for metadata in _notes(code):
         for kernel in metadata.get("amdhsa.kernels", ()):
-            spilled = kernel.get(".vgpr_spill_count", 0) + kernel.get(".sgpr_spill_count", 0)
+            # Scalar registers are spilled into lanes of vector ones, which cost no memory.
+            spilled = kernel.get(".vgpr_spill_count", 0)
             found[kernel[".name"]] = Resources(
                 kernel[".vgpr_count"], kernel[".private_segment_fixed_size"], 4 * spilled,
                 kernel[".group_segment_fixed_size"],

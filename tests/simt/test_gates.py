@@ -48,6 +48,7 @@ def test_what_ptxas_says_is_read_kernel_by_kernel() -> None:
 
 def test_metadata_is_found_and_read_in_all_its_forms() -> None:
     kernel = {".name": "k" * 40, ".vgpr_count": 300, ".vgpr_spill_count": 2, ".wide": True}
+    kernel[".sgpr_spill_count"] = 9
     kernel |= {".private_segment_fixed_size": 70000, ".group_segment_fixed_size": 5, ".none": None}
     packed = _pack({"amdhsa.kernels": [kernel], "amdhsa.version": [1, -1]})
     header = (7).to_bytes(4, "little") + len(packed).to_bytes(4, "little")
