@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings values",
     "dispatch records quants tail request calls storage requirements objects",
-    "backend registry",
+    "backend registry qualification",
     "planner planlog storages operations cache step arguments pages pools state memory split engine"
     " merging drafts metrics",
     "cpu simt cuda hip opencl vulkan",

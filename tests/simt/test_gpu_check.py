@@ -73,13 +73,13 @@ def test_a_device_that_is_wrong_is_not(
 
 
 def test_an_error_of_the_device_is_a_failure_of_its_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a launch failed")
 
     monkeypatch.setattr(EmulatorDevice, "run", broken)
-    assert run(monkeypatch, "--only", "repeat,parity") == 1
+    assert run(monkeypatch, "--only", "repeat,parity", "--out", str(tmp_path)) == 1
     said = capsys.readouterr().out
     assert "FAILED: repeat: RuntimeError: a launch failed" in said
     assert "not one of this library's errors: RuntimeError: a launch failed" in said
