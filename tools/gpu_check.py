@@ -93,9 +93,10 @@ class Check:
             if time.monotonic() > until:
                 self.fail(f"parity: out of time after {done} of {len(cases)} cases")
                 break
-            stores = self._stores(case)
             for result in run_all(self.device, case):
-                entries = {str(result.entry), *stores} if result.entry else set()
+                entries = set(result.served)
+                if not entries and result.entry and not result.passed:
+                    entries = {result.entry}  # it raised
                 for entry in entries:
                     runs[entry] = runs.get(entry, 0) + 1
                 if not result.passed:
@@ -104,15 +105,6 @@ class Check:
             done += 1
         self.qualified = {entry: "recorded" for entry in sorted(runs) if entry not in bad}
         return {"cases": done, "of": len(cases), "runs": runs, "failed": sorted(bad)}
-
-    def _stores(self, case: Case) -> set[str]:
-        """Entries that fill the cache of a case: what is wrong with them shows in attention."""
-        limits = Limits(n_ctx=case.n_ctx + 256, n_ubatch=max(case.n_rows, 512), n_seq=len(case.n_q))
-        try:
-            layer = plan([case.layer], self.device, limits, ANY).layers[0]
-        except KvkError:
-            return set()
-        return {str(row.entry) for row in (layer.commit, layer.tail) if row is not None}
 
     # ------------------------------------------------------------------ stored bytes, repetition
 
