@@ -4,8 +4,9 @@ left out.
 
     tools/instructions.py [--dim 128] [--rows 4] [--bits 4]
 
-Counted is one pass of the loop over sealed groups (attend.inc): instructions of dot_codes times the
-passes of its loops, everything else of the loop once. Needs nvdisasm (pip install
+Counted is one pass of the loop over sealed groups: instructions of dot_codes (attend.inc) times the
+passes of its loops, everything else of the loop once, without biases (softcap,
+ALiBi, masks); tensor cores (attend_mma.inc) with 8 rows. Needs nvdisasm (pip install
 nvidia-cuda-nvdisasm) for NVIDIA, llvm-objdump and hiprtc for AMD.
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gates import _attend
+from gates import _attend, _mma
 from toolchains import Nvrtc, toolchains
 
 from kvkernels.hip import compiler as hip_compiler
@@ -52,27 +53,43 @@ THREADS = 128
 _OWN = {"records.inc": 1.0, "codes.inc": 1.0, "softmax.inc": 0.5}
 
 
-def body_lines() -> range:
-    """Lines of attend.inc that are the loop over sealed groups."""
-    lines = part("attend.inc").splitlines()
-    first = next(i for i, line in enumerate(lines) if "if (source == FROM_BODY)" in line)
-    last = next(i for i, line in enumerate(lines) if i > first and line.startswith("    } else"))
+#: of a source: the line that begins the loop over sealed groups, and the first one after it
+LOOPS = {
+    "attend.inc": ("if (source == FROM_BODY)", "    } else"),
+    "attend_mma.inc": ("NO_UNROLL for (i32 index", "    }"),
+}
+
+
+def body_lines(file: str) -> range:
+    """Lines of a source that are the loop over sealed groups."""
+    lines, (begin, end) = part(file).splitlines(), LOOPS[file]
+    first = next(i for i, line in enumerate(lines) if begin in line)
+    last = next(i for i, line in enumerate(lines) if i > first and line.startswith(end))
     return range(first + 1, last + 2)
 
 
-def count_sass(text: str, passes: int) -> float:
+def bias_lines() -> range:
+    """Lines of softmax.inc that plain attention jumps over."""
+    lines = part("softmax.inc").splitlines()
+    first = next(i for i, line in enumerate(lines) if "f32 biased(" in line)
+    last = next(i for i, line in enumerate(lines) if i > first and line == "}")
+    return range(first + 1, last + 2)
+
+
+def count_sass(text: str, file: str, passes: int) -> float:
     """Instructions of a warp in one pass, from ``nvdisasm -gi``."""
-    body, chains, fresh, total = body_lines(), [], True, 0.0
+    body, skipped, chains, fresh, total = body_lines(file), bias_lines(), [], True, 0.0
+    place = re.compile(rf'\b{re.escape(file)}", line (\d+)')
     for line in text.splitlines():
         if "//## File" in line:
             chains = ([] if fresh else chains) + [line]
             fresh = False
         elif re.match(r"\s+/\*[0-9a-f]+\*/\s+\S", line):
             fresh = True
-            at = [
-                int(n) for chain in chains for n in re.findall(r'attend\.inc", line (\d+)', chain)
-            ]
-            if any(n in body for n in at):
+            bias = [n for chain in chains for n in re.findall(r'softmax\.inc", line (\d+)', chain)]
+            if any(int(n) in skipped for n in bias):
+                continue
+            if any(int(n) in body for chain in chains for n in place.findall(chain)):
                 total += passes if any("codes.inc" in chain for chain in chains) else 1
     return total
 
@@ -81,10 +98,10 @@ def count_isa(text: str, passes: int) -> float:
     """Instructions of a wave in one pass, from ``llvm-objdump -d -l``. It names the innermost line
     only: what both loops inline counts half.
     """
-    file, total = "", 0.0
+    file, total, skipped = "", 0.0, bias_lines()
     for line in text.splitlines():
-        if match := re.match(r";.*?(\w+\.inc):\d+", line):
-            file = match[1]
+        if match := re.match(r";.*?(\w+\.inc):(\d+)", line):
+            file = match[1] if match[1] != "softmax.inc" or int(match[2]) not in skipped else ""
         elif re.match(r"\s+[sv]_\w+|\s+(ds|global|flat|buffer|scratch)_\w+", line):
             total += _OWN.get(file, 0.0) * (passes if file == "codes.inc" else 1)
     return total
@@ -148,18 +165,25 @@ def main() -> int:
         f"one group and KV head: {nbytes} bytes. Static estimate, nothing was measured.\n"
     )
     for card in CARDS:
-        text = disassembled(program, card)
-        if text is None:
-            sys.stdout.write(f"{card.name}: no disassembler or compiler here\n")
-            continue
-        one = count_sass(text, passes) if card.lanes == 32 else count_isa(text, passes)
-        per_record = one * THREADS / card.lanes
-        bound = card.slots / per_record * nbytes
-        sys.stdout.write(
-            f"{card.name}: {per_record:.0f} instructions of {card.lanes} lanes per record; issue "
-            f"allows {bound / 1e12:.2f} TB/s, {bound / card.bandwidth:.0%} of "
-            f"{card.bandwidth / 1e12:.2f} TB/s\n"
-        )
+        programs = {"attend.inc": program}
+        if card.target.startswith("sm_"):
+            programs["attend_mma.inc"] = _mma(args.dim, 8, kind, kind)
+        for file, one in programs.items():
+            text = disassembled(one, card)
+            if text is None:
+                sys.stdout.write(f"{card.name}: no disassembler or compiler here\n")
+                continue
+            # Loops over tensor-core steps are unrolled.
+            turns = passes if file == "attend.inc" else 1
+            sass = card.lanes == 32
+            single = count_sass(text, file, turns) if sass else count_isa(text, turns)
+            per_record = single * THREADS / card.lanes
+            bound = card.slots / per_record * nbytes
+            sys.stdout.write(
+                f"{card.name}, {file}: {per_record:.0f} instructions of {card.lanes} lanes per "
+                f"record; issue allows {bound / 1e12:.2f} TB/s, {bound / card.bandwidth:.0%} of "
+                f"{card.bandwidth / 1e12:.2f} TB/s\n"
+            )
     return 0
 
 
