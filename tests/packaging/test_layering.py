@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings values",
-    "dispatch records quants tail request calls storage requirements",
+    "dispatch records quants tail request calls storage requirements objects",
     "backend registry qualification",
     "planner planlog storages operations cache step arguments pages pools state memory split engine"
     " merging drafts metrics",
