@@ -6,9 +6,10 @@
 // * kvk_order() permutes the order in which threads run between two rendezvous: a result that depends
 //   on it is a data race.
 // * Shared memory is NaN when a block begins: no GPU promises zeros.
-// * Under -fsanitize=thread fibers are switched without a happens-before edge; only a barrier or a
-//   collective makes one, so a missing barrier is a reported race. Under -fsanitize=address bounds of
-//   global and shared memory are checked.
+// * KVK_TSAN, for kernels built with -fsanitize=thread: fibers are switched without a happens-before
+//   edge; only a barrier or a collective makes one, so a missing barrier is a reported race. KVK_ASAN,
+//   for -fsanitize=address: bounds of global and shared memory are checked. This file itself is built
+//   without either: what it reads and writes of a fiber is no access of a kernel.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,13 +17,13 @@
 #include <string>
 #include <vector>
 #include <sys/mman.h>
-#if defined(__SANITIZE_THREAD__)
+#ifdef KVK_TSAN
 #include <sanitizer/tsan_interface.h>
 #define TSAN(...) __VA_ARGS__
 #else
 #define TSAN(...)
 #endif
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef KVK_ASAN
 #include <sanitizer/common_interface_defs.h>
 #define ASAN(...) __VA_ARGS__
 #else
@@ -33,7 +34,6 @@
 #else
 #include <ucontext.h>
 #endif
-#define QUIET __attribute__((no_sanitize("thread")))
 
 extern "C" { int kvk_lid, kvk_group[3]; }
 
@@ -55,7 +55,7 @@ struct Fiber {
 #else
     ucontext_t context;
 #endif
-    TSAN(void *tsan;)
+    TSAN(void *tsan = nullptr;)
     ASAN(void *fake;)
 };
 typedef void (*Entry)(void **);
@@ -97,7 +97,7 @@ kvk_switch:
 #endif
 
 namespace {
-QUIET void leave(Fiber &f, bool last = false) {
+void leave(Fiber &f, bool last = false) {
     (void)last;
     ASAN(__sanitizer_start_switch_fiber(last ? nullptr : &f.fake, M.main_bottom, M.main_size);)
     TSAN(__tsan_switch_to_fiber(M.main_tsan, 1);)  // 1: no happens-before edge
@@ -109,7 +109,7 @@ QUIET void leave(Fiber &f, bool last = false) {
     ASAN(__sanitizer_finish_switch_fiber(f.fake, &M.main_bottom, &M.main_size);)
 }
 
-QUIET void enter(int i) {
+void enter(int i) {
     Fiber &f = M.fibers[i];
     M.current = kvk_lid = i;
     ASAN(__sanitizer_start_switch_fiber(&M.main_fake, f.stack, STACK);)
@@ -147,8 +147,14 @@ void fail(const char *what) {
     }
 }
 
+// A sanitizer's fibers cost more than a block: they serve many, and end with a failed one.
+void forget_fibers() {
+    TSAN(for (auto &f : M.fibers) if (f.tsan) __tsan_destroy_fiber(f.tsan), f.tsan = nullptr;)
+}
+
 void arrange(int n) {
     if ((int)M.fibers.size() != n) {
+        forget_fibers();
         for (auto &f : M.fibers) munmap(f.stack, STACK);
         M.fibers.assign(n, Fiber{});
         for (auto &f : M.fibers) {
@@ -180,7 +186,7 @@ void start_fiber(int i) {
     f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
     makecontext(&f.context, begin, 0);
 #endif
-    TSAN(f.tsan = __tsan_create_fiber(0);)
+    TSAN(if (!f.tsan) f.tsan = __tsan_create_fiber(0);)
 }
 
 bool warp_is_here(int i) {
@@ -221,7 +227,8 @@ void run_block(char *shared, char *shared_end) {
         }
         if (!moved && alive && M.failure.empty()) fail("some threads never come to a barrier or collective");
     }
-    TSAN(__tsan_acquire(&M.block_tag); for (auto &f : M.fibers) __tsan_destroy_fiber(f.tsan);)
+    TSAN(__tsan_acquire(&M.block_tag);)
+    if (!M.failure.empty()) forget_fibers();
 }
 }  // namespace
 
