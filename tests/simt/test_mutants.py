@@ -104,7 +104,8 @@ RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "overflow": unfit,
     # A window in a prefill: blocks that see nothing of some of their keys.
     "attend": attended(
-        "window/k4v4/d64/h4x2/kv1000/q200/w400", "window/k4v4/d64/h4x2/kv1000/q200/w60",
+        "window/k4v4/d64/h4x2/kv1000/q200/w400",
+        "window/k4v4/d64/h4x2/kv1000/q200/w60",
         SEVERAL_SLICES,
     ),  # fmt: skip
     "softmax": attended(SEVERAL_SLICES),
