@@ -10,7 +10,7 @@ from kvkernels.capabilities import (
     fact_one_of,
     when,
 )
-from kvkernels.simt.table import simt_rows
+from kvkernels.simt.table import mma_rows, simt_rows
 
 #: compute capability from which CUDA 13 has compilers; below, only those of CUDA 12
 TURING = 75
@@ -38,13 +38,13 @@ DEVICE: tuple[Requirement, ...] = (
 )
 
 
-def tensor_core(least: int = 80) -> tuple[Requirement, ...]:
+def tensor_core(least: int) -> tuple[Requirement, ...]:
     """What a row with ``mma.sync`` asks besides: at least this compute capability."""
     return (*DEVICE, fact_at_least("compute_capability", least))
 
 
 #: Rows of tensor-core kernels, preferred to the portable ones. A row is put here together with its
 #: kernel, not before: what a table says must run.
-MMA: tuple[Capability, ...] = ()
+MMA: tuple[Capability, ...] = mma_rows("cuda", tensor_core(TURING))
 
 TABLE: tuple[Capability, ...] = simt_rows("cuda", DEVICE, before=MMA)

@@ -21,8 +21,12 @@ from kvkernels.simt.scratch import Scratch
 from kvkernels.storage import Body, Storage
 
 THREADS = 128
+_MMA_PARTS = (
+    "common", "geometry", "codes", "softmax", "items", "prims_{target}", "attend_mma",
+)  # fmt: skip
 _PARTS = (
-    "common", "geometry", "codes", "softmax", "floats", "records", "tiles", "partial", "attend",
+    "common", "geometry", "codes", "softmax", "items", "floats", "records", "tiles", "partial",
+    "attend",
 )  # fmt: skip
 #: kinds of elements as the sources number them
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -30,11 +34,15 @@ STANDARD = {name: kind for kind, name in enumerate(STANDARD_TYPES)}
 _BODIES = {Body.NONE: 0, Body.RECORDS: 1, Body.TILES: 2}
 
 
-def attend(call: AttendCall, driver: Driver, scratch: Scratch, *, prefill: bool) -> None:
-    """Fill ``call.out`` and ``call.lse`` for the rows of the batch."""
+def attend(
+    call: AttendCall, driver: Driver, scratch: Scratch, *, prefill: bool, mma: bool = False
+) -> None:
+    """Fill ``call.out`` and ``call.lse`` for the rows of the batch; ``mma``: records on tensor
+    cores.
+    """
     layer, storage = call.layer, call.buffers.storage
     current = call.k is not None
-    work = _work(call, driver, prefill=prefill)
+    work = _work(call, driver, prefill=prefill, mma=mma)
     q = driver.see("q", call.q)
     q_kind, new_kind = KINDS[q.dtype], KINDS[driver.see("k", call.k).dtype] if current else 0
     rotated = None
@@ -50,16 +58,28 @@ def attend(call: AttendCall, driver: Driver, scratch: Scratch, *, prefill: bool)
     mask_of, mask = _masks(call, driver)
     shape, slopes = _layer_arguments(layer, call.buffers, driver)
     buffers = call.buffers
-    program = attend_program(layer, storage, work.rows, q_kind, new_kind)
-    driver.launch(
-        program, "attend", (work.items,),
-        (
-            *shape, slopes, work.lists, buffers.k_records, buffers.v_records, buffers.k_exact,
-            buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, rotated, call.k, call.v,
-            mask_of, mask, partial, np.int32(work.parts), np.float32(layer.scale),
-            np.float32(layer.softcap),
-        ),
-    )  # fmt: skip
+    bias = (mask_of, mask, partial, np.int32(work.parts))
+    softcap, first = np.float32(layer.softcap), 0
+    if mma and work.body:
+        program = mma_program(layer, storage, work.rows)
+        driver.launch(
+            program, "attend_mma", (work.body,),
+            (
+                *shape, slopes, work.lists, np.int32(0), buffers.k_records, buffers.v_records,
+                rotated, *bias, softcap,
+            ),
+        )  # fmt: skip
+        first = work.body
+    if first < work.items:
+        program = attend_program(layer, storage, work.rows, q_kind, new_kind)
+        driver.launch(
+            program, "attend", (work.items - first,),
+            (
+                *shape, slopes, work.lists, np.int32(first), buffers.k_records, buffers.v_records,
+                buffers.k_exact, buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, rotated,
+                call.k, call.v, *bias, np.float32(layer.scale), softcap,
+            ),
+        )  # fmt: skip
     sinks = None if call.sink_logits is None else driver.upload(call.sink_logits)
     driver.launch(
         merge_program(layer, work.rows), "merge", (work.joins, work.rows),
@@ -90,6 +110,21 @@ def attend_program(
     layer: LayerSpec, storage: Storage, rows: int, q_kind: int, new_kind: int
 ) -> Program:
     """The attention kernel for a layer's head dims, what it keeps, and the caller's rows."""
+    return Program.of(
+        _PARTS, {"attend": THREADS}, ROWS=rows, Q_KIND=q_kind, NEW_KIND=new_kind,
+        **_stored(layer, storage),
+    )  # fmt: skip
+
+
+def mma_program(layer: LayerSpec, storage: Storage, rows: int) -> Program:
+    """Records on tensor cores; ``rows``: 8 or 16."""
+    return Program.of(
+        _MMA_PARTS, {"attend_mma": THREADS}, ROWS=rows, **_stored(layer, storage),
+    )  # fmt: skip
+
+
+def _stored(layer: LayerSpec, storage: Storage) -> dict[str, int]:
+    """What the sources must know of a layer's memory."""
     rings = [STANDARD[t] if storage.tail_rows else -1 for t in storage.ring_types]
     types, sizes = [0, 0], [0, 0]
     dims = (layer.head_dim, layer.head_dim_v)
@@ -99,17 +134,16 @@ def attend_program(
             sizes[i] = HeadLayout(side, types[i], dims[i]).record.nbytes
         elif storage.body is Body.TILES:
             types[i], sizes[i] = STANDARD[name], TileLayout(side, name, dims[i]).nbytes
-    return Program.of(
-        _PARTS, {"attend": THREADS},
-        DIM=dims[0], DIM_V=dims[1], ROWS=rows, BODY=_BODIES[storage.body], K_TYPE=types[0],
-        V_TYPE=types[1], K_BYTES=sizes[0], V_BYTES=sizes[1], RING_K=rings[0], RING_V=rings[1],
-        Q_KIND=q_kind, NEW_KIND=new_kind,
-    )  # fmt: skip
+    return {
+        "DIM": dims[0], "DIM_V": dims[1], "BODY": _BODIES[storage.body], "K_TYPE": types[0],
+        "V_TYPE": types[1], "K_BYTES": sizes[0], "V_BYTES": sizes[1], "RING_K": rings[0],
+        "RING_V": rings[1],
+    }  # fmt: skip
 
 
-def _work(call: AttendCall, driver: Driver, *, prefill: bool) -> Work:
+def _work(call: AttendCall, driver: Driver, *, prefill: bool, mma: bool) -> Work:
     layer, batch, body = call.layer, call.batch, call.buffers.storage.body
-    rows = block_rows(layer, max(v.n_q for v in batch.views), prefill=prefill)
+    rows = block_rows(layer, max(v.n_q for v in batch.views), prefill=prefill, mma=mma)
     current = call.k is not None
     builder = Builder(layer, body, rows, current=current, prefill=prefill)
     if any(m is not None for m in call.masks) and any(v.tail for v in batch.views):

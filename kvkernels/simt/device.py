@@ -24,6 +24,12 @@ from kvkernels.simt.unfit import first_unfit
 from kvkernels.simt.workspace import predicted
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
+_ATTEND = {
+    "attend_portable": {"prefill": False},
+    "attend_prefill_portable": {"prefill": True},
+    "attend_mma": {"prefill": False, "mma": True},
+    "attend_prefill_mma": {"prefill": True, "mma": True},
+}
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -107,9 +113,9 @@ class SimtDevice:
 
     def _run(self, variant: str, call: Any) -> None:
         driver, scratch = self.driver, self.scratch
-        if variant in ("attend_portable", "attend_prefill_portable"):
+        if variant in _ATTEND:
             _expect(call, AttendCall)
-            attend(call, driver, scratch, prefill=variant == "attend_prefill_portable")
+            attend(call, driver, scratch, **_ATTEND[variant])
         elif variant in ("commit", "commit_aware"):
             _expect(call, CommitCall)
             commit(driver, call, scratch)

@@ -30,8 +30,13 @@ DECODE_BLOCK = 8
 CHUNK, LONG_CHUNK, LONG = 4, 16, 1024
 
 
-def block_rows(layer: LayerSpec, n_q: int, *, prefill: bool) -> int:
-    """Query rows of one block: what the kernel is specialised for; results do not depend on it."""
+def block_rows(layer: LayerSpec, n_q: int, *, prefill: bool, mma: bool = False) -> int:
+    """Query rows of one block: what the kernel is specialised for; results do not depend on it.
+    ``mma``: of tensor cores, whose columns are 8 rows.
+    """
+    if mma:
+        wide = max(layer.head_dim, layer.head_dim_v) > 128
+        return 8 if wide or n_q * layer.gqa <= 8 else 16
     if prefill:
         return 16 if max(layer.head_dim, layer.head_dim_v) <= 128 else 8
     return min(DECODE_BLOCK, 1 << (n_q * layer.gqa - 1).bit_length())
@@ -46,7 +51,7 @@ def chunk_of(groups: int) -> int:
 class Work:
     """``lists``: what the kernels read, on the device once it was uploaded; ``items`` and
     ``joins``: blocks of the two launches; ``parts`` of ``rows`` rows each: partial results;
-    ``sources``: kinds of keys that occur.
+    ``sources``: kinds of keys that occur; the first ``body`` items are those over records.
     """
 
     lists: Any
@@ -55,6 +60,7 @@ class Work:
     parts: int
     rows: int
     sources: frozenset[int]
+    body: int
 
 
 class Builder:
@@ -92,13 +98,14 @@ class Builder:
             tables.append(view.table)
             table_at += len(view.table)
             self._sequence(s, view, (tile, len(tiles)), (run, len(runs)))
+        items = sorted(self._items, key=lambda item: item[2] != BODY)  # stable
         parts: Sequence[Any] = (
-            seqs, self._items, tiles, runs, np.minimum(cuts, NO_CUT), np.concatenate(tables),
+            seqs, items, tiles, runs, np.minimum(cuts, NO_CUT), np.concatenate(tables),
             self._joins,
         )  # fmt: skip
         return Work(
             pack(parts), len(self._items), len(self._joins), len(self._items), self._rows,
-            frozenset(item[2] for item in self._items),
+            frozenset(item[2] for item in items), sum(item[2] == BODY for item in items),
         )  # fmt: skip
 
     def _sequence(

@@ -20,7 +20,8 @@ TARGETS = ("cuda", "hip", "opencl", "host")
 @dataclass(frozen=True, slots=True)
 class Program:
     """One translation unit: source ``parts`` by name, in order, under ``defines`` (name, value);
-    ``kernels`` in it, and their threads per block.
+    ``kernels`` in it, and their threads per block. ``{target}`` in the name of a part stands for
+    the target.
     """
 
     parts: tuple[str, ...]
@@ -38,7 +39,8 @@ class Program:
             raise InputError("target", found=repr(target), needed=f"one of {', '.join(TARGETS)}")
         constants = "".join(f"#define {name} {value}\n" for name, value in self.defines)
         text = [part(f"prelude_{target}.h"), constants]
-        text += [f'#line 1 "{name}.inc"\n{part(f"{name}.inc")}' for name in self.parts]
+        names = [name.format(target=target) for name in self.parts]
+        text += [f'#line 1 "{name}.inc"\n{part(f"{name}.inc")}' for name in names]
         if target == "host":
             text += [f"ENTRY({name})" for name, _ in self.kernels]
         return "\n".join(text) + "\n"

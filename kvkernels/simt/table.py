@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvkernels.calls import DECODE_ROWS
-from kvkernels.capabilities import Capability, Requirement, Route, at_most, fact_at_least, feature
+from kvkernels.capabilities import (
+    Capability,
+    Requirement,
+    Route,
+    at_most,
+    equal,
+    fact_at_least,
+    feature,
+    one_of,
+)
 from kvkernels.op import OpKind
 from kvkernels.requirements import ATTEND, COMMIT, COMMIT_AWARE, COMMIT_TAIL, RECORDS, ROWS
 from kvkernels.simt.local import fits_local
@@ -19,6 +28,29 @@ _ATTEND_NUMERICS = (
 )
 _fp64 = feature("fp64", hint="the encoders sum in float64; attention does without")
 _work_group = fact_at_least("max_threads", WORK_GROUP)
+
+
+def mma_rows(backend: str, device: Iterable[Requirement]) -> tuple[Capability, ...]:
+    """The rows of ``backend`` for records on tensor cores; ``device``: all that they ask of it."""
+    decode = at_most("n_q", DECODE_ROWS)
+    activations = one_of("activations", ("auto", "int8", "int16"), hint="f32 is the portable entry")
+    return tuple(
+        Capability(
+            entry=entry,
+            kind=OpKind.ATTEND,
+            route=Route.NATIVE,
+            requires=(
+                *RECORDS, *ATTEND, *more, activations, equal("bodyless", False), *device,
+                fits_local(entry),
+            ),
+            numerics="codes times int16 activations (two int8 halves, one scale per 128), exact "
+            "int32 sums; softmax and exact rows in float32",
+        )
+        for entry, more in (
+            (f"{backend}/attend_mma", (decode,)),
+            (f"{backend}/attend_prefill_mma", ()),
+        )
+    )  # fmt: skip
 
 
 def simt_rows(

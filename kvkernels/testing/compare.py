@@ -16,18 +16,25 @@ Limits = tuple[float, float]
 FLOAT32: Limits = (1e-5, 1e-4)
 INT16: Limits = (2e-4, 5e-3)
 INT8: Limits = (1e-2, 1e-1)
-# Entries that compute in float32 whatever the activations of a plan are.
-ALWAYS_FLOAT32 = ("cpu/attend_materialized", "*/attend_portable", "*/attend_prefill_portable")
+# Entries whose results are the same whatever the activations of a plan are, and their limits.
+FIXED: dict[str, Limits] = {
+    "cpu/attend_materialized": FLOAT32,
+    "*/attend_portable": FLOAT32,
+    "*/attend_prefill_portable": FLOAT32,
+    "*_mma": INT16,
+}
 
 
-def always_float32(entry: str) -> bool:
-    """Whether the entry's results are float32 ones whatever the activations."""
-    return any(fnmatchcase(entry, name) for name in ALWAYS_FLOAT32)
+def fixed(entry: str) -> Limits | None:
+    """The limits of an entry that takes no notice of ``activations``, None for others."""
+    return next((limits for name, limits in FIXED.items() if fnmatchcase(entry, name)), None)
 
 
 def limits_of(entry: str, activations: str, v_bits: int) -> Limits:
     """What an entry is held to with these activations (codec.md 5c)."""
-    if activations == "f32" or always_float32(entry):
+    if (same := fixed(entry)) is not None:
+        return same
+    if activations == "f32":
         return FLOAT32
     if activations == "int8" or (activations == "auto" and v_bits <= 4):
         return INT8

@@ -25,7 +25,7 @@ from kvkernels.planner import Limits, Plan, plan
 from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
-from kvkernels.testing.compare import Comparison, always_float32, compare, exact_zeros, limits_of
+from kvkernels.testing.compare import Comparison, compare, exact_zeros, fixed, limits_of
 from kvkernels.testing.model import RowsModel, model_of
 from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
 
@@ -83,7 +83,7 @@ def run_all(device: Device, case: Case) -> list[Result]:
     names = [row.entry for row in device.table if row.kind is OpKind.ATTEND]
     wanted: list[tuple[str | None, str]] = [(None, case.activations[0])]
     for name in names:
-        same = always_float32(name)  # whatever the activations: once is enough
+        same = fixed(name) is not None  # whatever the activations: once is enough
         wanted += [(name, kind) for kind in (case.activations[:1] if same else case.activations)]
     return list(_results(device, case, wanted))
 

@@ -18,7 +18,6 @@ from kvkernels.cuda import table as cuda_table
 from kvkernels.cuda.arch import known_to, target
 from kvkernels.cuda.probe import probe_cuda
 from kvkernels.cuda.table import TABLE as CUDA
-from kvkernels.cuda.table import tensor_core
 from kvkernels.dispatch import Decision, confirm, decide
 from kvkernels.errors import RouteMismatch, UnsupportedOp
 from kvkernels.hip.families import FAMILIES, GFX, gfx_number, lookup
@@ -61,7 +60,8 @@ def reasons(decision: Decision) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["cuda", "hip", "opencl", "simt"])
 def test_every_backend_has_the_same_rows(name: str) -> None:
     table = TABLES.get(name) or simt_rows("simt")
-    assert [(row.entry.partition("/")[2], row.kind, row.route) for row in table] == [
+    portable = [row for row in table if not row.entry.endswith("_mma")]
+    assert [(row.entry.partition("/")[2], row.kind, row.route) for row in portable] == [
         ("attend_portable", OpKind.ATTEND, Route.NATIVE),
         ("attend_prefill_portable", OpKind.ATTEND, Route.NATIVE),
         ("commit", OpKind.COMMIT, Route.NATIVE),
@@ -96,7 +96,7 @@ def test_an_entry_asks_of_an_operation_what_the_cpu_asks(name: str, entry: str) 
 
 @pytest.mark.parametrize("asked", ["auto", "f32", "int8", "int16"])
 def test_portable_entries_take_every_activation_and_say_what_they_compute_in(asked: str) -> None:
-    decision = on("cuda-t4-sm75", activations=asked)
+    decision = on("cuda-v100-sm70", activations=asked)
     assert decision.entry == "cuda/attend_portable"
     assert "float32 throughout" in next(r for r in CUDA if r.entry == decision.entry).numerics
 
@@ -228,21 +228,28 @@ def test_F20_newer_compilers_of_a_major_lose_no_card() -> None:
     assert min(known_to(13000)) == cuda_table.TURING
 
 
-def test_tensor_core_rows_come_first_once_there_is_a_kernel() -> None:
-    assert cuda_table.MMA == ()  # a row without its kernel would be a lie
-    mma = Capability(
-        entry="cuda/attend_mma", kind=OpKind.ATTEND, route=Route.NATIVE, requires=tensor_core()
-    )
-    table = simt_rows("cuda", cuda_table.DEVICE, before=(mma,))
+TENSOR = (
+    "cuda-t4-sm75",
+    "cuda-a100-sm80",
+    "cuda-rtx4090-sm89",
+    "cuda-h200-sm90",
+    "cuda-b200-sm100",
+)
 
-    def entry(name: str) -> str | None:
-        caps = device(name)
-        return decide(make_op(caps.id), table, caps, ANY).entry
 
-    for name in ("cuda-a100-sm80", "cuda-rtx4090-sm89", "cuda-h200-sm90", "cuda-b200-sm100"):
-        assert entry(name) == "cuda/attend_mma"
-    for name in ("cuda-t4-sm75", "cuda-v100-sm70", "cuda-gtx1070-sm61"):
-        assert entry(name) == "cuda/attend_portable"
+@pytest.mark.parametrize("n_q", [1, 16, 17])
+def test_tensor_core_rows_come_first_where_there_are_tensor_cores(n_q: int) -> None:
+    kind = "attend" if n_q <= 16 else "attend_prefill"
+    for name in TENSOR:
+        assert on(name, n_q=n_q, n_kv=500).entry == f"cuda/{kind}_mma"
+        assert on(name, n_q=n_q, n_kv=500, activations="f32").entry == f"cuda/{kind}_portable"
+    for name in ("cuda-v100-sm70", "cuda-gtx1070-sm61"):
+        assert on(name, n_q=n_q, n_kv=500).entry == f"cuda/{kind}_portable"
+
+
+def test_tensor_cores_are_for_records() -> None:
+    for changes in ({"k_type": "q8_0", "v_type": "q4_0"}, {"bodyless": True}):
+        assert on("cuda-h200-sm90", **changes).entry == "cuda/attend_portable"
 
 
 def test_F01_a_card_without_matrix_units_attends_natively() -> None:
@@ -342,7 +349,8 @@ def test_F03_F04_every_head_dim_is_native(name: str, dim: int, n_q: int) -> None
         shape = {"head_dim_k": dim, "head_dim_v": dim, "n_head": 24, "n_kv_head": 4, "n_q": n_q}
         tails = {"tail_rows": tail, "tail_dtype": "f16" if tail else "none"}
         decision = on(name, k_type="kvarn6", v_type="kvarn6", **shape, **tails)
-        entry = "attend_portable" if n_q <= 16 else "attend_prefill_portable"
+        entry = "attend" if n_q <= 16 else "attend_prefill"
+        entry += "_mma" if name in TENSOR else "_portable"
         assert (decision.route, str(decision.entry).partition("/")[2]) == (Route.NATIVE, entry)
 
 

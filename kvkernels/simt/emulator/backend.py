@@ -12,9 +12,10 @@ from kvkernels.simt.device import SimtDevice
 from kvkernels.simt.emulator.build import HINT, compiler, compiler_version
 from kvkernels.simt.emulator.driver import EmulatorDriver
 from kvkernels.simt.opening import listed
-from kvkernels.simt.table import simt_rows
+from kvkernels.simt.table import mma_rows, simt_rows
 
-TABLE = simt_rows("simt")
+# The portable entries first: they are what is chosen unless another one is named.
+TABLE = (*simt_rows("simt"), *mma_rows("simt", ()))
 
 
 class EmulatorDevice(SimtDevice):
