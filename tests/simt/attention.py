@@ -57,18 +57,20 @@ def again(call: AttendCall, views: Any = None) -> AttendCall:
     )
 
 
-def run(driver: EmulatorDriver, call: AttendCall, *, prefill: bool) -> tuple[Any, Any]:
+def run(
+    driver: EmulatorDriver, call: AttendCall, *, prefill: bool, mma: bool = False
+) -> tuple[Any, Any]:
     """(out, lse) of a call on a driver."""
-    attend(call, driver, Scratch(driver), prefill=prefill)
+    attend(call, driver, Scratch(driver), prefill=prefill, mma=mma)
     return call.out, call.lse
 
 
-def replay(*case_ids: str) -> Callable[[EmulatorDriver], bytes]:
+def replay(*case_ids: str, mma: bool = False) -> Callable[[EmulatorDriver], bytes]:
     """A run of the recorded attention of cases: bytes of every result."""
     found = [recorded(case_id) for case_id in case_ids]
 
     def result(driver: EmulatorDriver) -> bytes:
-        parts = [run(driver, again(call), prefill=prefill) for call, prefill in found]
+        parts = [run(driver, again(call), prefill=prefill, mma=mma) for call, prefill in found]
         return b"".join(array.tobytes() for part in parts for array in part)
 
     return result

@@ -74,7 +74,7 @@ def main(mode: str, fault: str, *case_ids: str) -> None:
         for case_id in case_ids:
             for result in parity.run_all(device, by_id(case_id)):
                 assert result.passed or fault != "none", result
-    print("done")
+    sys.stdout.write("done\n")
 
 
 if __name__ == "__main__":

@@ -82,11 +82,13 @@ def unfit(driver: EmulatorDriver) -> bytes:
     return repr(found).encode()
 
 
-def attended(*case_ids: str) -> Callable[[EmulatorDriver], bytes]:
+def attended(*case_ids: str, mma: bool = False) -> Callable[[EmulatorDriver], bytes]:
     """Attention of parity cases; recorded when it is first asked for."""
-    return lambda driver: replay(*case_ids)(driver)
+    return lambda driver: replay(*case_ids, mma=mma)(driver)
 
 
+# In a prefill: blocks that see nothing of some of their keys.
+WINDOWS = "window/k4v4/d64/h4x2/kv1000/q200/w400", "window/k4v4/d64/h4x2/kv1000/q200/w60"
 SEVERAL_SLICES = "decode/k2v8/d256/h4x2/kv450/q2"
 RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "turn": decoded,
@@ -102,12 +104,8 @@ RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "materialize": decoded,
     "check": unfit,
     "overflow": unfit,
-    # A window in a prefill: blocks that see nothing of some of their keys.
-    "attend": attended(
-        "window/k4v4/d64/h4x2/kv1000/q200/w400",
-        "window/k4v4/d64/h4x2/kv1000/q200/w60",
-        SEVERAL_SLICES,
-    ),  # fmt: skip
+    "attend": attended(*WINDOWS, SEVERAL_SLICES),
+    "attend_mma": attended(*WINDOWS, SEVERAL_SLICES, mma=True),
     "softmax": attended(SEVERAL_SLICES),
     "records": attended(SEVERAL_SLICES),
     "tiles": attended("standard/q8_0-q4_0/d64/h4x2/kv257/q17/length"),

@@ -1,4 +1,4 @@
-"""Kernels under ThreadSanitizer and AddressSanitizer, in a process of its own that preloads them."""
+"""Kernels under ThreadSanitizer and AddressSanitizer, in processes that preload them."""
 
 from __future__ import annotations
 

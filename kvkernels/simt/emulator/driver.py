@@ -22,7 +22,8 @@ from kvkernels.simt.emulator.build import (
 from kvkernels.simt.program import Program
 
 _ALIGN = 64
-ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
+#: of threads between two rendezvous; "warps": one warp after another
+ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2, "warps": 3}
 
 
 class EmulatorError(KvkError):

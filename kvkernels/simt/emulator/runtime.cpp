@@ -10,6 +10,7 @@
 //   edge; only a barrier or a collective makes one, so a missing barrier is a reported race. KVK_ASAN,
 //   for -fsanitize=address: bounds of global and shared memory are checked. This file itself is built
 //   without either: what it reads and writes of a fiber is no access of a kernel.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -38,6 +39,7 @@
 extern "C" { int kvk_lid, kvk_group[3]; }
 
 namespace {
+enum Order { ASCENDING, DESCENDING, SHUFFLED, WARPS };
 enum State : uint8_t { READY, AT_BLOCK, AT_WARP, DONE };
 const char *const NAMES[] = {"ready", "at a barrier", "at a warp collective", "returned"};
 constexpr size_t STACK = 256 << 10;
@@ -164,9 +166,9 @@ void arrange(int n) {
     }
     M.warp_tags.assign((n + M.lanes - 1) / M.lanes * 2, 0);
     M.order.resize(n);
-    for (int i = 0; i < n; i++) M.order[i] = M.order_kind == 1 ? n - 1 - i : i;
+    for (int i = 0; i < n; i++) M.order[i] = M.order_kind == DESCENDING ? n - 1 - i : i;
     unsigned r = M.order_seed * 2654435761u + 1;
-    for (int i = n - 1; i > 0 && M.order_kind == 2; i--) {
+    for (int i = n - 1; i > 0 && M.order_kind == SHUFFLED; i--) {
         r ^= r << 13, r ^= r >> 17, r ^= r << 5;
         std::swap(M.order[i], M.order[r % (i + 1)]);
     }
@@ -209,13 +211,23 @@ void run_block(char *shared, char *shared_end) {
     while (alive && M.failure.empty()) {
         bool moved = false;
         int waiting = 0;
-        for (int i : M.order) {
+        auto run = [&](int i) {
             Fiber &f = M.fibers[i];
             if (f.state == AT_WARP && warp_is_here(i)) f.state = READY;
-            if (f.state != READY) continue;
-            moved = true;
+            if (f.state != READY) return false;
             enter(i);
             alive -= f.state == DONE;
+            return moved = true;
+        };
+        if (M.order_kind == WARPS) {
+            // Collectives of one warp hold no other one up: each runs on to where the block must meet.
+            for (int first = 0; first < n; first += M.lanes)
+                for (bool on = true; on;) {
+                    on = false;
+                    for (int i = first; i < std::min(n, first + M.lanes); i++) on |= run(i);
+                }
+        } else {
+            for (int i : M.order) run(i);
         }
         for (auto &f : M.fibers) waiting += f.state == AT_BLOCK;
         if (waiting && waiting == alive) {
@@ -275,7 +287,7 @@ void kvk_gather(const void *in, void *out, int nbytes, int line) {
         memcpy((char *)out + l * nbytes, M.fibers[i / 32 * 32 + l].slot[turn], nbytes);
 }
 
-// kind 0: ascending, 1: descending, 2: shuffled with ``seed``; lanes: 32 or 64.
+// kind: an Order, SHUFFLED with ``seed``; lanes: 32 or 64.
 void kvk_order(int kind, unsigned seed, int lanes) {
     M.order_kind = kind, M.order_seed = seed, M.lanes = lanes;
     arrange((int)M.fibers.size());
