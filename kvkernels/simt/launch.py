@@ -38,8 +38,13 @@ def block_rows(layer: LayerSpec, n_q: int, *, prefill: bool, mma: bool = False) 
         wide = max(layer.head_dim, layer.head_dim_v) > 128
         return 8 if wide or n_q * layer.gqa <= 8 else 16
     if prefill:
-        return 16 if max(layer.head_dim, layer.head_dim_v) <= 128 else 8
+        return prefill_block(max(layer.head_dim, layer.head_dim_v))
     return min(DECODE_BLOCK, 1 << (n_q * layer.gqa - 1).bit_length())
+
+
+def prefill_block(widest: int) -> int:
+    """Query rows of one block of a prefill, for a head dim."""
+    return 16 if widest <= 128 else 8
 
 
 def chunk_of(groups: int) -> int:

@@ -15,7 +15,7 @@ from kvkernels.storage import Stored
 
 _HALF_MAX = 65504.0
 _NONE = np.iinfo(np.int32).max
-_THREADS, _BLOCKS = 256, 1024
+_THREADS, _BLOCKS = 128, 2048
 _ELEMENTS = 4096  # of one block of threads (``turn.inc``)
 #: which channel of a row is named, by ``check.inc``
 _BROKEN, _BEYOND, _LARGEST = range(3)
