@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,7 +134,10 @@ class OpenclDriver:
         if key not in self._kernels:
             source = program.source("opencl")
             try:
-                built = self._cl.Program(self.queue.context, source).build(self._options)
+                with warnings.catch_warnings():
+                    # Drivers report all kinds of things that are no error.
+                    warnings.simplefilter("ignore", self._cl.CompilerWarning)
+                    built = self._cl.Program(self.queue.context, source).build(self._options)
             except self._cl.Error as error:
                 raise CompileError(
                     f"{kernel} did not compile on {self.queue.device.name}: {error}\n"

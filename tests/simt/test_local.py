@@ -44,9 +44,7 @@ def test_F25_attention(driver: EmulatorDriver, dim: int) -> None:
     ):
         rows = block_rows(layer, 64, prefill=prefill, mma=mma)
         program = (
-            mma_program(layer, storage, rows)
-            if mma
-            else attend_program(layer, storage, rows, 0, 0)
+            mma_program(layer, storage, rows) if mma else attend_program(layer, storage, rows, 0, 0)
         )
         needs = local_bytes(f"simt/{entry}", op(layer))
         assert needs - 300 <= section(driver, program) <= needs + 256, entry
