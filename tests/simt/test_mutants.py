@@ -19,6 +19,7 @@ from kvkernels.simt.emulator.driver import EmulatorDriver
 from kvkernels.simt.materialize import materialize
 from kvkernels.simt.scratch import Scratch
 from kvkernels.simt.unfit import first_unfit
+from kvkernels.simt.windows import fold_program
 from kvkernels.storage import Pages, Storage, Stored
 from kvkernels.testing.poison import Guards
 
@@ -87,6 +88,16 @@ def attended(*case_ids: str, mma: bool = False) -> Callable[[EmulatorDriver], by
     return lambda driver: replay(*case_ids, mma=mma)(driver)
 
 
+def folded(driver: EmulatorDriver) -> bytes:
+    layer, n = spec(head_dim=64), 2 * 8 * (2 + 64)
+    sums = np.random.default_rng(3).standard_normal((2, n)).astype(np.float32)
+    total, more = (driver.upload(np.abs(x)) for x in sums)
+    which = driver.upload(np.array([1, 0], np.int32))
+    args = (total, np.int32(2), more, np.int32(2), which)
+    driver.launch(fold_program(layer, 8), "fold", (2, 8), args)
+    return total.tobytes()
+
+
 # In a prefill: blocks that see nothing of some of their keys.
 WINDOWS = "window/k4v4/d64/h4x2/kv1000/q200/w400", "window/k4v4/d64/h4x2/kv1000/q200/w60"
 SEVERAL_SLICES = "decode/k2v8/d256/h4x2/kv450/q2"
@@ -110,6 +121,7 @@ RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "records": attended(SEVERAL_SLICES),
     "tiles": attended("standard/q8_0-q4_0/d64/h4x2/kv257/q17/length"),
     "partial": attended("decode/k4v4/d64/h4x2/kv300/q1"),
+    "fold": folded,
     "rotate": attended(SEVERAL_SLICES),  # queries and merged results
 }
 
