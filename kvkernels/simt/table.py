@@ -19,8 +19,8 @@ from kvkernels.op import OpKind
 from kvkernels.requirements import ATTEND, COMMIT, COMMIT_AWARE, COMMIT_TAIL, RECORDS, ROWS
 from kvkernels.simt.local import fits_local
 
-#: work-items of every work-group of the portable kernels
-WORK_GROUP = 128
+#: work-items of a work-group: of attention, of the check of rows, of rows and tails; of encoders
+WORK_GROUP, ENCODER_GROUP = 128, 256
 
 _ATTEND_NUMERICS = (
     "float32 throughout, whatever `activations` asks for: codes times folded float32 activations, "
@@ -28,6 +28,7 @@ _ATTEND_NUMERICS = (
 )
 _fp64 = feature("fp64", hint="the encoders sum in float64; attention does without")
 _work_group = fact_at_least("max_threads", WORK_GROUP)
+_encoder_group = fact_at_least("max_threads", ENCODER_GROUP)
 
 
 def mma_rows(backend: str, device: Iterable[Requirement]) -> tuple[Capability, ...]:
@@ -61,17 +62,22 @@ def simt_rows(
     """The rows of ``backend``: ``device`` is what it asks of a device besides the work-group size
     and the local memory, ``before`` rows that are preferred to the portable ones.
     """
-    common = (*device, _work_group)
 
     def row(
-        name: str, kind: OpKind, numerics: str, op: tuple[Requirement, ...], *more: Requirement
+        name: str,
+        kind: OpKind,
+        numerics: str,
+        op: tuple[Requirement, ...],
+        *more: Requirement,
+        route: Route = Route.NATIVE,
+        group: Requirement = _work_group,
     ) -> Capability:
         entry = f"{backend}/{name}"
         return Capability(
             entry=entry,
             kind=kind,
-            route=Route.NATIVE,
-            requires=(*op, *more, *common, fits_local(entry)),
+            route=route,
+            requires=(*op, *more, *device, group, fits_local(entry)),
             numerics=numerics,
         )
 
@@ -81,13 +87,29 @@ def simt_rows(
         *before,
         row("attend_portable", attend, _ATTEND_NUMERICS, ATTEND, decode),
         row("attend_prefill_portable", attend, _ATTEND_NUMERICS, ATTEND),
-        row("commit", commit, "the published encoder, sums in float64", COMMIT, _fp64),
+        row(
+            "attend_materialized",
+            attend,
+            "windows of float32 rows, softmax merged over windows",
+            (*RECORDS, *ATTEND),
+            equal("bodyless", False),
+            route=Route.MATERIALIZE,
+        ),
+        row(
+            "commit",
+            commit,
+            "the published encoder, sums in float64",
+            COMMIT,
+            _fp64,
+            group=_encoder_group,
+        ),
         row(
             "commit_aware",
             commit,
             "the aware encoder in float64, in a fixed order of operations",
             COMMIT_AWARE,
             _fp64,
+            group=_encoder_group,
         ),
         row(
             "commit_rows",

@@ -33,6 +33,7 @@ from kvkernels.simt.local import local_bytes
 from kvkernels.simt.table import simt_rows
 from kvkernels.storage import Pages
 
+HEADS = (64, 128, 256, 512)
 TABLES = {"cuda": CUDA, "hip": HIP, "opencl": OPENCL}
 NAMES = sorted(p.stem for p in DEVICES.glob("*.json") if p.stem.partition("-")[0] in TABLES)
 #: cards on which no entry may run
@@ -64,6 +65,7 @@ def test_every_backend_has_the_same_rows(name: str) -> None:
     assert [(row.entry.partition("/")[2], row.kind, row.route) for row in portable] == [
         ("attend_portable", OpKind.ATTEND, Route.NATIVE),
         ("attend_prefill_portable", OpKind.ATTEND, Route.NATIVE),
+        ("attend_materialized", OpKind.ATTEND, Route.MATERIALIZE),
         ("commit", OpKind.COMMIT, Route.NATIVE),
         ("commit_aware", OpKind.COMMIT, Route.NATIVE),
         ("commit_rows", OpKind.COMMIT, Route.NATIVE),
@@ -405,17 +407,34 @@ def test_F25_local_memory_is_asked_with_both_numbers(name: str, limit: int) -> N
             assert found == ([] if needs <= limit else [f"{needs} > {limit}"])
 
 
-def test_F25_what_an_entry_needs_stays_within_what_every_gpu_has_and_grows_with_the_head() -> None:
+def test_F25_what_an_entry_needs_is_its_own_and_what_every_gpu_has() -> None:
     for row in (*CUDA, *HIP, *OPENCL):
-        sizes = [
-            local_bytes(row.entry, make_op("x:0", head_dim_k=dim, head_dim_v=64))
-            for dim in (64, 128, 256, 512, 576, 1024)
-        ]
-        assert sizes[:4] == [32768] * 4
-        assert sizes[4:] == [36864, 65536]
-    wide = {"k_type": "f16", "v_type": "f16", "head_dim_v": 1024, "head_dim_k": 128}
-    assert "65536 > 49152" in reasons(on("cuda-h200-sm90", **wide))["op.local_bytes"]
-    assert on("hip-mi50-gfx906", **wide).ok
+        name = row.entry.partition("/")[2]
+        kvarn = [local_bytes(row.entry, make_op("x:0", head_dim_k=d, head_dim_v=d)) for d in HEADS]
+        assert all(576 <= size <= 32768 for size in kvarn), row.entry
+        if name == "attend_portable":
+            assert kvarn == [9284] * 4
+        if name == "attend_prefill_portable":
+            assert kvarn == [18468, 18468, 9284, 9284]
+        if name == "commit_aware":
+            assert kvarn == [25600] * 4
+
+
+def test_F25_a_head_of_many_channels_needs_room_to_be_merged() -> None:
+    sizes = [
+        local_bytes("x/attend_portable", make_op("x:0", k_type="f16", v_type="f16", head_dim_v=dim))
+        for dim in (1024, 4096)
+    ]
+    assert sizes == [9284, 16384]
+
+
+@pytest.mark.parametrize("limit", [16384, 20000, 24576, 32768])
+def test_F25_a_card_with_less_serves_less_and_says_what_it_lacks(limit: int) -> None:
+    caps = with_facts(device("opencl-pocl"), local_memory=limit)
+    assert on(caps).entry == "opencl/attend_portable"
+    assert on(caps, kind=OpKind.COMMIT).ok is (limit >= 16640)
+    lacks = reasons(on(caps, kind=OpKind.COMMIT, encoder="aware", queries="rows"))
+    assert ("op.local_bytes" in lacks) is (limit < 25600)
 
 
 def test_F25_unknown_local_memory_is_no() -> None:
@@ -424,11 +443,20 @@ def test_F25_unknown_local_memory_is_no() -> None:
 
 
 def test_F25_the_probe_reports_a_card_with_too_little_as_not_available() -> None:
-    caps = with_facts(device("cuda-t4-sm75"), local_memory=16384)
+    caps = with_facts(device("cuda-t4-sm75"), local_memory=4096)
     for line in entry_lines(CUDA, caps):
         assert "op.local_bytes" in [r.id for r in line.reasons]
     full = entry_lines(CUDA, device("cuda-t4-sm75"))
     assert {r.id for line in full for r in line.reasons} == {"policy.unqualified"}
+
+
+def test_encoders_need_a_larger_work_group_than_attention() -> None:
+    caps = with_facts(device("opencl-pocl"), max_threads=128)
+    assert on(caps, kind=OpKind.MATERIALIZE).ok
+    for encoder, queries in (("published", "none"), ("aware", "rows")):
+        refused = on(caps, kind=OpKind.COMMIT, encoder=encoder, queries=queries)
+        assert "needs max_threads >= 256; found 128" in reasons(refused)["device.max_threads"]
+    assert on(caps, kind=OpKind.COMMIT, k_type="q8_0", v_type="q4_0").ok
 
 
 def test_a_small_work_group_is_refused() -> None:

@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from kvkernels.registry import open_device
+from kvkernels.simt.device import SimtDevice
 from kvkernels.simt.emulator.build import HINT, compiler
 from kvkernels.simt.emulator.driver import EmulatorDriver
 
@@ -17,3 +19,10 @@ def driver() -> EmulatorDriver:
             pytest.fail(f"no C++ compiler. {HINT}")
         pytest.skip(HINT)
     return EmulatorDriver()
+
+
+@pytest.fixture
+def device(driver: EmulatorDriver) -> SimtDevice:
+    opened = open_device("simt:0")
+    assert isinstance(opened, SimtDevice)
+    return opened

@@ -15,7 +15,7 @@ from kvkernels.simt.emulator.driver import EmulatorDriver, EmulatorError
 
 BARRIER = "BARRIER();"
 SECONDS = 120  # after which a mutant counts as hanging, and so as noticed
-ORDERS = (("ascending", 0), ("descending", 0), ("shuffled", 1), ("shuffled", 2))
+ORDERS = (("ascending", 0), ("descending", 0), ("warps", 0), ("shuffled", 1), ("shuffled", 2))
 
 
 def barriers(name: str) -> list[int]:
@@ -46,7 +46,7 @@ def without_line(name: str, line: int) -> str:
 
 def survivors(name: str, run: Callable[[EmulatorDriver], bytes]) -> list[int]:
     """Barriers of a source whose removal nothing noticed: in every order of threads ``run`` gave
-    the bytes that it gives with them, and no rendezvous failed. Runs must be quick: four each.
+    the bytes that it gives with them, and no rendezvous failed. Runs must be quick: five each.
     """
     expected = run(EmulatorDriver())
     found = []

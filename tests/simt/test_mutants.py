@@ -1,11 +1,13 @@
-"""Every barrier of the sources that write caches is needed, and tests see it."""
+"""Every barrier of the portable kernels is needed, and tests see it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.resources import files
 
 import numpy as np
 import pytest
+from attention import replay
 from mutants import barriers, source, survivors
 from simt_tools import buffers, contents, rows, spec, whole
 
@@ -21,6 +23,11 @@ from kvkernels.storage import Pages, Storage, Stored
 from kvkernels.testing.poison import Guards
 
 GUARDS = Guards()
+SOURCES = [
+    file.name.removesuffix(".inc")
+    for file in (files("kvkernels.simt") / "sources").iterdir()
+    if file.name.endswith(".inc")
+]
 
 
 def seal(encoder: str) -> Callable[[EmulatorDriver], bytes]:
@@ -75,6 +82,14 @@ def unfit(driver: EmulatorDriver) -> bytes:
     return repr(found).encode()
 
 
+def attended(*case_ids: str, mma: bool = False) -> Callable[[EmulatorDriver], bytes]:
+    """Attention of parity cases; recorded when it is first asked for."""
+    return lambda driver: replay(*case_ids, mma=mma)(driver)
+
+
+# In a prefill: blocks that see nothing of some of their keys.
+WINDOWS = "window/k4v4/d64/h4x2/kv1000/q200/w400", "window/k4v4/d64/h4x2/kv1000/q200/w60"
+SEVERAL_SLICES = "decode/k2v8/d256/h4x2/kv450/q2"
 RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "turn": decoded,
     "stage": seal("published"),
@@ -89,6 +104,13 @@ RUNS: dict[str, Callable[[EmulatorDriver], bytes]] = {
     "materialize": decoded,
     "check": unfit,
     "overflow": unfit,
+    "attend": attended(*WINDOWS, SEVERAL_SLICES),
+    "attend_mma": attended(*WINDOWS, SEVERAL_SLICES, mma=True),
+    "softmax": attended(SEVERAL_SLICES),
+    "records": attended(SEVERAL_SLICES),
+    "tiles": attended("standard/q8_0-q4_0/d64/h4x2/kv257/q17/length"),
+    "partial": attended("decode/k4v4/d64/h4x2/kv300/q1"),
+    "rotate": attended(SEVERAL_SLICES),  # queries and merged results
 }
 
 
@@ -100,9 +122,11 @@ def test_every_barrier_is_needed(name: str) -> None:
 
 def test_how_many_there_are() -> None:
     """So that a source whose barriers are spelled otherwise does not pass for one without."""
-    counted = {name: len(barriers(name)) for name in RUNS}
+    counted = {name: len(barriers(name)) for name in SOURCES}
+    assert {name for name, n in counted.items() if n} <= RUNS.keys()
     assert counted["balance"] >= 6
     assert counted["feedback"] >= 6
+    assert counted["attend"] >= 6
 
 
 @pytest.mark.usefixtures("driver")

@@ -18,13 +18,16 @@ from kvkernels.errors import BackendUnavailable
 from kvkernels.settings import settings
 
 _COMMON = ("-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
-#: ways to build: plain, and with a sanitizer (those only in a process that preloads its runtime)
+#: ways to build kernels: plain, and with a sanitizer (those only in a process that preloads its
+#: runtime)
 MODES = {
     "plain": ("-O2",),
     "asan": ("-O1", "-g", "-fsanitize=address", "-DKVK_PLAIN_SHARED"),
     "tsan": ("-O1", "-g", "-fsanitize=thread"),
     "ucontext": ("-O2", "-DKVK_UCONTEXT"),
 }
+#: the emulator itself is never instrumented: it tells a sanitizer what to know of fibers
+RUNTIME_MODES = MODES | {"asan": ("-O2", "-g", "-DKVK_ASAN"), "tsan": ("-O2", "-g", "-DKVK_TSAN")}
 HINT = "Install a C++ compiler (apt-get install g++), or name one in CXX"
 
 
@@ -54,11 +57,16 @@ def _folder() -> Path:
 
 
 def options(mode: str) -> tuple[str, ...]:
-    """Compiler options of a mode, and what names the compiler: parts of a result's name."""
+    """Compiler options for kernels in a mode."""
     return (*_COMMON, *MODES[mode])
 
 
-def build(source: str, name: str, mode: str) -> Path:
+def runtime_options(mode: str) -> tuple[str, ...]:
+    """Compiler options for the emulator itself."""
+    return (*_COMMON, *RUNTIME_MODES[mode])
+
+
+def build(source: str, name: str, flags: tuple[str, ...]) -> Path:
     """The shared library of a source, compiled when it is not there yet; ``name`` stands for it.
 
     Raises BackendUnavailable without a compiler, RuntimeError with the compiler's words.
@@ -72,7 +80,7 @@ def build(source: str, name: str, mode: str) -> Path:
     with tempfile.TemporaryDirectory(dir=_folder()) as work:
         text, result = Path(work) / "kernel.cpp", Path(work) / "kernel.so"
         text.write_text(source, encoding="utf-8")
-        command = [cxx, *options(mode), "-fno-gnu-unique", str(text), "-o", str(result)]
+        command = [cxx, *flags, "-fno-gnu-unique", str(text), "-o", str(result)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -12,11 +12,18 @@ from numpy.typing import NDArray
 
 from kvkernels.errors import InputError, KvkError
 from kvkernels.simt.driver import Seen
-from kvkernels.simt.emulator.build import build, compiler_version, options, runtime_source
+from kvkernels.simt.emulator.build import (
+    build,
+    compiler_version,
+    options,
+    runtime_options,
+    runtime_source,
+)
 from kvkernels.simt.program import Program
 
 _ALIGN = 64
-ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2}
+#: of threads between two rendezvous; "warps": one warp after another
+ORDERS = {"ascending": 0, "descending": 1, "shuffled": 2, "warps": 3}
 
 
 class EmulatorError(KvkError):
@@ -35,8 +42,10 @@ class EmulatorDriver:
     ) -> None:
         self.mode = mode
         self._extra = (*options(mode), compiler_version())
-        digest = hashlib.sha256("\0".join((runtime_source(), *self._extra)).encode()).hexdigest()
-        path = build(runtime_source(), f"runtime-{digest[:32]}", mode)
+        flags = runtime_options(mode)
+        named = "\0".join((runtime_source(), *flags, compiler_version()))
+        digest = hashlib.sha256(named.encode()).hexdigest()
+        path = build(runtime_source(), f"runtime-{digest[:32]}", flags)
         self._runtime = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         self._runtime.kvk_launch.restype = ctypes.c_char_p
         self._loaded: dict[Program, ctypes.CDLL] = {}
@@ -89,7 +98,8 @@ class EmulatorDriver:
         """The compiled program."""
         if program not in self._loaded:
             name = program.digest("host", *self._extra)
-            self._loaded[program] = ctypes.CDLL(str(build(program.source("host"), name, self.mode)))
+            path = build(program.source("host"), name, options(self.mode))
+            self._loaded[program] = ctypes.CDLL(str(path))
         return self._loaded[program]
 
     def launch(

@@ -6,9 +6,11 @@
 // * kvk_order() permutes the order in which threads run between two rendezvous: a result that depends
 //   on it is a data race.
 // * Shared memory is NaN when a block begins: no GPU promises zeros.
-// * Under -fsanitize=thread fibers are switched without a happens-before edge; only a barrier or a
-//   collective makes one, so a missing barrier is a reported race. Under -fsanitize=address bounds of
-//   global and shared memory are checked.
+// * KVK_TSAN, for kernels built with -fsanitize=thread: fibers are switched without a happens-before
+//   edge; only a barrier or a collective makes one, so a missing barrier is a reported race. KVK_ASAN,
+//   for -fsanitize=address: bounds of global and shared memory are checked. This file itself is built
+//   without either: what it reads and writes of a fiber is no access of a kernel.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -16,13 +18,13 @@
 #include <string>
 #include <vector>
 #include <sys/mman.h>
-#if defined(__SANITIZE_THREAD__)
+#ifdef KVK_TSAN
 #include <sanitizer/tsan_interface.h>
 #define TSAN(...) __VA_ARGS__
 #else
 #define TSAN(...)
 #endif
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef KVK_ASAN
 #include <sanitizer/common_interface_defs.h>
 #define ASAN(...) __VA_ARGS__
 #else
@@ -33,11 +35,11 @@
 #else
 #include <ucontext.h>
 #endif
-#define QUIET __attribute__((no_sanitize("thread")))
 
 extern "C" { int kvk_lid, kvk_group[3]; }
 
 namespace {
+enum Order { ASCENDING, DESCENDING, SHUFFLED, WARPS };
 enum State : uint8_t { READY, AT_BLOCK, AT_WARP, DONE };
 const char *const NAMES[] = {"ready", "at a barrier", "at a warp collective", "returned"};
 constexpr size_t STACK = 256 << 10;
@@ -55,7 +57,7 @@ struct Fiber {
 #else
     ucontext_t context;
 #endif
-    TSAN(void *tsan;)
+    TSAN(void *tsan = nullptr;)
     ASAN(void *fake;)
 };
 typedef void (*Entry)(void **);
@@ -97,7 +99,7 @@ kvk_switch:
 #endif
 
 namespace {
-QUIET void leave(Fiber &f, bool last = false) {
+void leave(Fiber &f, bool last = false) {
     (void)last;
     ASAN(__sanitizer_start_switch_fiber(last ? nullptr : &f.fake, M.main_bottom, M.main_size);)
     TSAN(__tsan_switch_to_fiber(M.main_tsan, 1);)  // 1: no happens-before edge
@@ -109,7 +111,7 @@ QUIET void leave(Fiber &f, bool last = false) {
     ASAN(__sanitizer_finish_switch_fiber(f.fake, &M.main_bottom, &M.main_size);)
 }
 
-QUIET void enter(int i) {
+void enter(int i) {
     Fiber &f = M.fibers[i];
     M.current = kvk_lid = i;
     ASAN(__sanitizer_start_switch_fiber(&M.main_fake, f.stack, STACK);)
@@ -147,8 +149,14 @@ void fail(const char *what) {
     }
 }
 
+// A sanitizer's fibers cost more than a block: they serve many, and end with a failed one.
+void forget_fibers() {
+    TSAN(for (auto &f : M.fibers) if (f.tsan) __tsan_destroy_fiber(f.tsan), f.tsan = nullptr;)
+}
+
 void arrange(int n) {
     if ((int)M.fibers.size() != n) {
+        forget_fibers();
         for (auto &f : M.fibers) munmap(f.stack, STACK);
         M.fibers.assign(n, Fiber{});
         for (auto &f : M.fibers) {
@@ -158,9 +166,9 @@ void arrange(int n) {
     }
     M.warp_tags.assign((n + M.lanes - 1) / M.lanes * 2, 0);
     M.order.resize(n);
-    for (int i = 0; i < n; i++) M.order[i] = M.order_kind == 1 ? n - 1 - i : i;
+    for (int i = 0; i < n; i++) M.order[i] = M.order_kind == DESCENDING ? n - 1 - i : i;
     unsigned r = M.order_seed * 2654435761u + 1;
-    for (int i = n - 1; i > 0 && M.order_kind == 2; i--) {
+    for (int i = n - 1; i > 0 && M.order_kind == SHUFFLED; i--) {
         r ^= r << 13, r ^= r >> 17, r ^= r << 5;
         std::swap(M.order[i], M.order[r % (i + 1)]);
     }
@@ -180,7 +188,7 @@ void start_fiber(int i) {
     f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
     makecontext(&f.context, begin, 0);
 #endif
-    TSAN(f.tsan = __tsan_create_fiber(0);)
+    TSAN(if (!f.tsan) f.tsan = __tsan_create_fiber(0);)
 }
 
 bool warp_is_here(int i) {
@@ -203,13 +211,23 @@ void run_block(char *shared, char *shared_end) {
     while (alive && M.failure.empty()) {
         bool moved = false;
         int waiting = 0;
-        for (int i : M.order) {
+        auto run = [&](int i) {
             Fiber &f = M.fibers[i];
             if (f.state == AT_WARP && warp_is_here(i)) f.state = READY;
-            if (f.state != READY) continue;
-            moved = true;
+            if (f.state != READY) return false;
             enter(i);
             alive -= f.state == DONE;
+            return moved = true;
+        };
+        if (M.order_kind == WARPS) {
+            // Collectives of one warp hold no other one up: each runs on to where the block must meet.
+            for (int first = 0; first < n; first += M.lanes)
+                for (bool on = true; on;) {
+                    on = false;
+                    for (int i = first; i < std::min(n, first + M.lanes); i++) on |= run(i);
+                }
+        } else {
+            for (int i : M.order) run(i);
         }
         for (auto &f : M.fibers) waiting += f.state == AT_BLOCK;
         if (waiting && waiting == alive) {
@@ -221,7 +239,8 @@ void run_block(char *shared, char *shared_end) {
         }
         if (!moved && alive && M.failure.empty()) fail("some threads never come to a barrier or collective");
     }
-    TSAN(__tsan_acquire(&M.block_tag); for (auto &f : M.fibers) __tsan_destroy_fiber(f.tsan);)
+    TSAN(__tsan_acquire(&M.block_tag);)
+    if (!M.failure.empty()) forget_fibers();
 }
 }  // namespace
 
@@ -268,7 +287,7 @@ void kvk_gather(const void *in, void *out, int nbytes, int line) {
         memcpy((char *)out + l * nbytes, M.fibers[i / 32 * 32 + l].slot[turn], nbytes);
 }
 
-// kind 0: ascending, 1: descending, 2: shuffled with ``seed``; lanes: 32 or 64.
+// kind: an Order, SHUFFLED with ``seed``; lanes: 32 or 64.
 void kvk_order(int kind, unsigned seed, int lanes) {
     M.order_kind = kind, M.order_seed = seed, M.lanes = lanes;
     arrange((int)M.fibers.size());
