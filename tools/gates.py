@@ -46,7 +46,7 @@ MAY_SPILL = (("gfx1100", "hipcc 5.2"),)
 #: {(program, kernel): most bytes}: spills to be got rid of. A larger one, or one of another kernel,
 #: fails; an entry that no target needs any more should go.
 KNOWN_SPILLS = {
-    ("seal", "seal"): 64,
+    ("seal", "seal"): 60,
     ("aware/axes", "aware_axes"): 80,
     ("aware/moments", "key_moment"): 1192,
     ("aware/moments", "value_moment"): 1188,
