@@ -40,7 +40,7 @@ def library(target: str, source: str) -> bytes:
     entries = "".join(f"ENTRY({name})\n" for name in _KERNEL.findall(rest))
     text = part("prelude_host.h") + rest + entries
     name = hashlib.sha256("\0".join((text, *options("plain"))).encode()).hexdigest()[:32]
-    return build(text, name, "plain").read_bytes()
+    return build(text, name, options("plain")).read_bytes()
 
 
 if __name__ == "__main__":

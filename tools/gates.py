@@ -43,6 +43,21 @@ SLACK = 8
 NO_SPILL = 256
 #: its clang 15 keeps functions within 128 registers there; that ROCm is too old for the card anyway
 MAY_SPILL = (("gfx1100", "hipcc 5.2"),)
+#: {(program, kernel): most bytes}: spills to be got rid of. A larger one, or one of another kernel,
+#: fails; an entry that no target needs any more should go.
+KNOWN_SPILLS = {
+    ("seal", "seal"): 60,
+    ("aware/axes", "aware_axes"): 80,
+    ("aware/moments", "key_moment"): 1192,
+    ("aware/moments", "value_moment"): 1188,
+    ("attend/d64/r16/k4v4", "attend"): 20,
+    ("attend/d128/r16/k4v4", "attend"): 28,
+    ("attend/d128/r1/k6v6", "attend"): 12,
+    ("attend/d256/r4/q4_0", "attend"): 36,
+    ("attend/d256/r4/q8_0", "attend"): 12,
+    ("mma/d256/r8/k3v5", "attend_mma"): 16,
+    ("mma/d256/r8/k6v6", "attend_mma"): 24,
+}
 F32 = 0
 #: of each toolchain, what programs of the second rank are compiled for; the first rank is for all
 SAMPLE = ("sm_61", "sm_70", "sm_80", "sm_90", "sm_120", "gfx90a", "gfx1030")
@@ -197,7 +212,8 @@ def problems(rows: Iterable[Row], table: Mapping[Row, Row]) -> list[str]:
         name, kernel, target, compiler = row[:4]
         registers, _, spill, shared = (int(x) for x in row[4:])
         what = f"{name} ({kernel}) for {target} with {compiler}"
-        if spill and head_dim(name) <= NO_SPILL and (target, compiler) not in MAY_SPILL:
+        may = head_dim(name) > NO_SPILL or (target, compiler) in MAY_SPILL
+        if spill > KNOWN_SPILLS.get((name, kernel), 0) and not may:
             found.append(f"{what} spills {spill} bytes")
         if shared > SHARED:
             found.append(f"{what} takes {shared} bytes of shared memory, more than {SHARED}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvkernels.hip.library import Libraries
 from kvkernels.settings import settings
-from kvkernels.simt.emulator.build import build, compiler_version, options, runtime_source
+from kvkernels.simt.emulator.build import build, compiler_version, runtime_options, runtime_source
 
 HERE = Path(__file__).parent
 # The emulator's own builds stay where they are when a test names another folder.
@@ -23,8 +23,9 @@ COMPILER = f"KVK_CACHE_DIR={shlex.quote(settings().cache_dir or 'off')} {_PYTHON
 def library() -> str:
     """The path of the shared library."""
     text = runtime_source() + (HERE / "fakehip.cpp").read_text(encoding="utf-8")
-    key = "\0".join((text, *options("plain"), compiler_version()))
-    return str(build(text, f"fakehip-{sha256(key.encode()).hexdigest()[:32]}", "plain"))
+    flags = runtime_options("plain")
+    key = "\0".join((text, *flags, compiler_version()))
+    return str(build(text, f"fakehip-{sha256(key.encode()).hexdigest()[:32]}", flags))
 
 
 def load(name: str) -> ctypes.CDLL:
