@@ -164,22 +164,35 @@ def check_rows(
     *,
     where: str = "",
     place: Callable[[int], str] = lambda row: f"row {row}",
+    later: list[Callable[[], None]] | None = None,
 ) -> tuple[Rows, ...]:
     """q, k, v [rows, heads, D] as the device takes them.
 
     Raises InputError (shape, dtype, device), NonFiniteError naming the first bad value; ``where``
-    follows the field in messages, ``place`` says in words where a row of the array sits.
+    follows the field in messages, ``place`` says in words where a row of the array sits. Values are
+    looked at now; a device with ``defer_unfit``, where looking would wait for it, leaves that to a
+    function that is appended to ``later``.
     """
     rows = tuple(_on_device(device, g.field + where, g.array, g.shape) for g in given)
-    found = device.first_unfit([r.array for r in rows], [g.stored for g in given])
-    if found is not None:
+    arrays, stored = [r.array for r in rows], [g.stored for g in given]
+
+    def refuse(found: tuple[int, tuple[int, ...]] | None) -> None:
+        if found is None:
+            return
         which, bad = found
         name = f"{given[which].field}{where}, {place(bad[0])}, head {bad[1]}, channel {bad[2]}"
         raise NonFiniteError(
             name,
-            found=float(rows[which].array[bad]),
+            found=float(device.download(arrays[which])[bad]),
             needed="finite values that stay within fp16 (65504), also rotated where that is kept",
         )
+
+    defer = getattr(device, "defer_unfit", None)
+    if later is None or defer is None:
+        refuse(device.first_unfit(arrays, stored))
+    else:
+        answer = defer(arrays, stored)
+        later.append(lambda: refuse(answer()))
     return rows
 
 

@@ -110,6 +110,7 @@ def _policy_reasons(
                 "policy.unqualified",
                 f"a parity record of {row.entry} on this device, or allow_unqualified=True",
                 "none",
+                f"run `kvk parity --device {caps.id} --quick` once",
             )
         )
     return tuple(reasons)

@@ -41,11 +41,13 @@ from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.operations import attend_op
 from kvkernels.records.layout import GROUP, LINE, Side
-from kvkernels.records.sealed import Bytes, Records, head_layout
+from kvkernels.records.sealed import Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
 from kvkernels.storage import Pages, Storage, Stored
 from kvkernels.values import whole
+
+_NONE = np.empty(0, np.uint16)
 
 
 @lru_cache(maxsize=8)
@@ -57,8 +59,8 @@ def _device(device: Device | str) -> Device:
     return _opened(device) if isinstance(device, str) else device
 
 
-def _buffers(spec: LayerSpec, k: Bytes, v: Bytes) -> LayerBuffers:
-    none = np.empty(0, np.uint16)
+def _buffers(spec: LayerSpec, k: Any, v: Any, none: Any = _NONE) -> LayerBuffers:
+    """``none``: an empty array of the device, in place of what records alone do not have."""
     pages = Pages(k.shape[1], 0, 0)
     return LayerBuffers(
         k.reshape(-1), v.reshape(-1), none, none, None, Storage.plain(spec), pages, none, none
@@ -89,6 +91,9 @@ def encode(
     queries, and refuses without; the published one ignores them. ``first_group``: the place of the
     first group in its sequence; keys of group 0, with the sink token, are never clipped. Raises
     InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
+
+    k, v and q are arrays of ``device``. The records come back in host memory, to be kept or sent;
+    ``records.on(device)`` puts them where attention reads them.
     """
     device = _device(device)
     n = int(getattr(k, "shape", (0,))[0])
@@ -107,35 +112,37 @@ def encode(
     rows_q = rest[0].array if rest else None
     each = range(n // GROUP)
     sizes = [head_layout(spec, side).nbytes for side in Side]
-    pools = [np.zeros((spec.n_kv_head, len(each), size), np.uint8) for size in sizes]
+    pools = [device.upload(np.zeros((spec.n_kv_head, len(each), size), np.uint8)) for size in sizes]
     writes = tuple(GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in each)
-    buffers = _buffers(spec, *pools)
+    buffers = _buffers(spec, pools[0], pools[1], device.upload(_NONE))
     if source == "moment":
         given = check_query_moment("query_moment", spec, query_moment)
         buffers = replace(buffers, query_moment=given)
     call = CommitCall(spec, buffers, writes, rows_k.array, rows_v.array, rows_q)
     device.run(entry, op, call)
     device.synchronize()
-    return Records(spec, pools[0], pools[1])
+    return Records(spec, device.download(pools[0]), device.download(pools[1]))
 
 
 def decode(
     records: Records, *, rotated: bool = False, device: Device | str = "cpu:0"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """K and V float32 [n_groups * 128, n_kv_head, D] as the records hold them,
-    un-rotated unless asked.
+    un-rotated unless asked. Records of the host are copied to ``device`` first; the rows come back
+    in host memory.
     """
     device, spec = _device(device), records.spec
-    records = records.to_layout(LINE)
+    records = records.to_layout(LINE).on(device)
     n = records.n_groups * GROUP
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.MATERIALIZE)
     entry = _decided(device, op)
-    out = [np.empty((spec.n_kv_head, n, spec.head_dim), np.float32) for _ in Side]
+    out = [device.empty((spec.n_kv_head, n, spec.head_dim)) for _ in Side]
     slots = np.arange(records.n_groups, dtype=np.int32)
-    buffers = _buffers(spec, records.k, records.v)
+    buffers = _buffers(spec, records.k, records.v, device.upload(_NONE))
     device.run(entry, op, MaterializeCall(spec, buffers, slots, out[0], out[1], rotated))
     device.synchronize()
-    return out[0].transpose(1, 0, 2), out[1].transpose(1, 0, 2)
+    k, v = (device.download(array) for array in out)
+    return k.transpose(1, 0, 2), v.transpose(1, 0, 2)
 
 
 class AttendPlan:
@@ -160,6 +167,9 @@ class AttendPlan:
         policy: Policy | None = None,
     ) -> None:
         self.device, self.spec, self.current = _device(device), spec, current
+        # Devices with memory of their own make a copy of what they are given.
+        self._none = self.device.upload(_NONE)
+        self._memory = None if self._none is _NONE else self.device.caps.id
         self.activations = activations
         self.policy = policy
         if not group_tables or len(group_tables) != len(n_q):
@@ -219,6 +229,13 @@ class AttendPlan:
         plan has ``current``), seen causally after the records. All un-rotated.
         """
         device, spec = self.device, self.spec
+        if records.device != self._memory:
+            raise InputError(
+                "records",
+                found=f"records {'in host memory' if records.device is None else records.device}",
+                needed=f"records on {device.caps.id}",
+                hint="Use records.on(plan.device), once; a run copies no records",
+            )
         if records.layout != LINE:
             raise InputError(
                 "records.layout", found=records.layout, needed=LINE, hint="Use to_layout('line')"
@@ -255,7 +272,7 @@ class AttendPlan:
         for entry, op, batch, bias in launches:
             call = AttendCall(
                 layer=spec,
-                buffers=_buffers(spec, records.k, records.v),
+                buffers=_buffers(spec, records.k, records.v, self._none),
                 batch=batch,
                 q=rows_q.array,
                 k=rows_k.array if rows_k else None,

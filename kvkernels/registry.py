@@ -12,13 +12,14 @@ import importlib.metadata
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
 
 from kvkernels.backend import API_VERSION, STATES, Backend, BackendStatus, Device
 from kvkernels.capabilities import Capability, DeviceCaps
 from kvkernels.errors import BackendUnavailable, KvkError, did_you_mean
+from kvkernels.qualification import with_local
 
 __all__ = ["BUILTIN", "GROUP", "BackendStatus", "backends", "names", "open_device", "statuses"]
 
@@ -168,7 +169,7 @@ def _probe(candidate: _Candidate, backend: Backend) -> BackendStatus:
             )
     if status.ok and not status.devices:
         return BackendStatus(candidate.name, "unavailable", "the probe found no device")
-    return status
+    return replace(status, devices=tuple(with_local(caps) for caps in status.devices))
 
 
 def names() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class Step:
         self.n_rows = sum(n_tokens.values())
         self._closed = False
         self._rows: dict[int, tuple[Rows, ...]] = {}
+        # Questions about values that a device answers when it gets there.
+        self._later: list[Callable[[], None]] = []
         self._batches = [self._batch(i) for i in range(len(cache.classes))]
 
     @property
@@ -71,7 +74,8 @@ class Step:
         before the commit.
 
         Raises InputError (shape, dtype, device), NonFiniteError, StepError, RouteMismatch; nothing
-        is stored then.
+        is stored then. A GPU is not waited for: there a NonFiniteError comes with the commit, and
+        still before anything is stored.
         """
         self._check_open()
         cache = self._cache
@@ -90,6 +94,7 @@ class Step:
             ),
             where=f" of layer {layer}",
             place=self._place_of,
+            later=self._later,
         )
         sinks = check_sink_logits(spec, sink_logits)
         shape = (n, spec.n_head, spec.head_dim_v)
@@ -200,6 +205,8 @@ class Step:
             raise StepError(f"nothing was stored: layers {missing} were not attended in this step")
         taking, touched = Taking(), dict[tuple[int, int], tuple[int, int]]()
         try:
+            for look in self._later:
+                look()
             new, writes = self._place(taking)
             for layer, rows in self._rows.items():
                 self._store(layer, rows, writes[cache.class_of[layer]])
@@ -277,6 +284,7 @@ class Step:
         self._closed = True
         rows, self._rows = self._rows, {}
         rows.clear()
+        self._later.clear()
 
     def _check_open(self) -> None:
         if self._closed:

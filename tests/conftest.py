@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent
 YARDSTICK = "yardstick"
-REQUIRED_IN_CI = ("pure", "cpu", "cli", "opencl", "packaging", YARDSTICK)
+REQUIRED_IN_CI = ("pure", "cpu", "cli", "simt", "cuda", "hip", "opencl", "packaging", YARDSTICK)
 X86 = ("x86_64", "AMD64")  # the yardstick has no other intrinsics
 _ran: Counter[str] = Counter()
 

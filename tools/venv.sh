@@ -83,6 +83,33 @@ kvk_has_compiler() {
     return 1
 }
 
+# What the tests of GPU code need and Debian has: package, and what shows that it is there.
+kvk_gpu_missing() {
+    command -v "${CXX:-g++}" >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 || echo g++
+    command -v hipcc >/dev/null 2>&1 || echo hipcc
+    command -v oclgrind >/dev/null 2>&1 || echo oclgrind
+    kvk_has_library libOpenCL.so.1 || echo ocl-icd-libopencl1
+    ls "${OCL_ICD_VENDORS:-/etc/OpenCL/vendors}"/*.icd >/dev/null 2>&1 || echo pocl-opencl-icd
+}
+
+kvk_has_library() {
+    "${LDCONFIG:-/sbin/ldconfig}" -p 2>/dev/null | grep -q "$1"
+}
+
+# A C++ compiler for the emulator, hiprtc, an OpenCL device on the CPU. Without them their tests are
+# skipped, which fails in CI.
+kvk_gpu_tools() {
+    missing=$(kvk_gpu_missing | tr '\n' ' ')
+    [ -n "$missing" ] || return 0
+    # shellcheck disable=SC2086
+    kvk_apt --no-install-recommends $missing || true
+    missing=$(kvk_gpu_missing | tr '\n' ' ')
+    [ -n "$missing" ] || return 0
+    kvk_say "missing, so tests of GPU code are skipped. On Debian and Ubuntu run:" \
+        "apt-get install --no-install-recommends ${missing% }"
+    return 1
+}
+
 # A C compiler for the tests that compile. Without one they are skipped, which fails in CI.
 kvk_compiler() {
     kvk_has_compiler && return 0

@@ -147,6 +147,11 @@ class Line:
 def _run(
     chosen: list[Bench], device_id: str, effort: Effort, *, at_once: bool = False
 ) -> list[Line]:
+    if device_id.partition(":")[0] != "cpu":
+        raise InputError(
+            "--device", found=device_id, needed="cpu:0: its baselines are NumPy's",
+            hint="tools/gpu_check.py of the repository measures a card",
+        )  # fmt: skip
     device = open_device(device_id)
     lines: list[Line] = []
     with Progress(console=stderr(), transient=True) as progress:

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 import click
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+from kvkernels.capabilities import DeviceCaps
 from kvkernels.cli.output import emit, stderr, stdout, table
 from kvkernels.errors import did_you_mean
+from kvkernels.qualification import note
 from kvkernels.registry import open_device
 from kvkernels.testing.cases import cases, select
 from kvkernels.testing.parity import REFUSED, Result, run_all
@@ -26,7 +28,8 @@ def parity(device_id: str, pattern: str, quick: bool, as_json: bool) -> None:
 
     Each case is run by the entry that is decided for it and by every other entry that can serve
     it, twice; results that differ from the reference or from their repetition fail, and so do
-    unexpected refusals. Exit status: 0 all passed, 1 a failure or nothing ran.
+    unexpected refusals. A run without --filter qualifies the entries that passed for this device,
+    driver and library. Exit status: 0 all passed, 1 a failure or nothing ran.
     """
     chosen = select(pattern, quick=quick)
     if not chosen:
@@ -53,7 +56,19 @@ def parity(device_id: str, pattern: str, quick: bool, as_json: bool) -> None:
     click.echo(
         f"{device_id}: {len(chosen)} cases, {len(results)} runs, {failed} failed", err=as_json
     )
+    if pattern == "*":
+        _note(device.caps, results, as_json)
     sys.exit(1 if failed else 0)
+
+
+def _note(caps: DeviceCaps, results: Iterable[Result], as_json: bool) -> None:
+    """Entries that took part in this run become qualified here, or lose it."""
+    took_part = {entry for result in results for entry in result.served}
+    failed = {e for r in results if not r.passed for e in (r.served or (str(r.entry),))}
+    path = note(caps, took_part - failed, failed)
+    where = f"noted in {path}" if path else "not noted: there is no KVK_CACHE_DIR to write to"
+    names = ", ".join(sorted(took_part - failed)) or "none"
+    click.echo(f"qualified on this machine: {names} ({where})", err=as_json)
 
 
 def _failure(result: Result) -> str:

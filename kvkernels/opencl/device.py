@@ -47,7 +47,6 @@ class OpenclDriver:
         if device.single_fp_config & _CORRECTLY_ROUNDED:
             self._options.append("-cl-fp32-correctly-rounded-divide-sqrt")
         self._kernels: dict[tuple[Program, str], Any] = {}
-        self._sizes: dict[tuple[Program, str], tuple[int, ...]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A ``pyopencl.array.Array``; buffers are aligned to 128 bytes by OpenCL itself."""
@@ -135,7 +134,7 @@ class OpenclDriver:
             source = program.source("opencl")
             try:
                 with warnings.catch_warnings():
-                    # Drivers report all kinds of things that are no error.
+                    # What a compiler says of a source that it takes is not the user's business.
                     warnings.simplefilter("ignore", self._cl.CompilerWarning)
                     built = self._cl.Program(self.queue.context, source).build(self._options)
             except self._cl.Error as error:

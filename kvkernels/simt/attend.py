@@ -31,6 +31,11 @@ _PARTS = (
 #: kinds of elements as the sources number them
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 STANDARD = {name: kind for kind, name in enumerate(STANDARD_TYPES)}
+#: fields of the struct ``Shape`` of sources/softmax.inc, the first arguments of attention kernels
+SHAPE = (
+    "n_head", "n_kv_head", "window", "window_kind", "causal", "exact_n", "slots", "blocks", "rings",
+    "ring_rows", "ring_slots",
+)  # fmt: skip
 _BODIES = {Body.NONE: 0, Body.RECORDS: 1, Body.TILES: 2}
 
 
@@ -40,54 +45,91 @@ def attend(
     """Fill ``call.out`` and ``call.lse`` for the rows of the batch; ``mma``: records on tensor
     cores.
     """
-    layer, storage = call.layer, call.buffers.storage
-    current = call.k is not None
+    layer, storage, buffers = call.layer, call.buffers.storage, call.buffers
+    run = Launches(call, driver, scratch)
     work = _work(call, driver, prefill=prefill, mma=mma)
-    q = driver.see("q", call.q)
-    q_kind, new_kind = KINDS[q.dtype], KINDS[driver.see("k", call.k).dtype] if current else 0
-    rotated = None
-    if work.sources & {BODY, EXACT}:
-        size = (call.batch.n_rows * layer.n_head, layer.head_dim)
-        rotated = scratch.get("rotated queries", size, np.float32)
-        program = rotate_program(layer, q_kind)
-        driver.launch(
-            program, "rotate_queries", (size[0],), (call.q, rotated, np.float32(layer.scale))
-        )
-    words = work.parts * work.rows * (2 + layer.head_dim_v)
-    partial = scratch.get("partial", (words,), np.float32)
-    mask_of, mask = _masks(call, driver)
-    shape, slopes = _layer_arguments(layer, call.buffers, driver)
-    buffers = call.buffers
-    bias = (mask_of, mask, partial, np.int32(work.parts))
-    softcap, first = np.float32(layer.softcap), 0
+    partial = run.partials("partial", work.parts, work.rows)
+    first = 0
     if mma and work.body:
-        program = mma_program(layer, storage, work.rows)
-        driver.launch(
-            program, "attend_mma", (work.body,),
-            (
-                *shape, slopes, work.lists, np.int32(0), buffers.k_records, buffers.v_records,
-                rotated, *bias, softcap,
-            ),
-        )  # fmt: skip
+        run.records(mma_program(layer, storage, work.rows), work, partial)
         first = work.body
-    if first < work.items:
-        program = attend_program(layer, storage, work.rows, q_kind, new_kind)
-        driver.launch(
-            program, "attend", (work.items - first,),
-            (
-                *shape, slopes, work.lists, np.int32(first), buffers.k_records, buffers.v_records,
-                buffers.k_exact, buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, rotated,
-                call.k, call.v, *bias, np.float32(layer.scale), softcap,
-            ),
+    program = attend_program(layer, storage, work.rows, run.q_kind, run.new_kind)
+    run.items(program, work, partial, (buffers.k_records, buffers.v_records), first=first)
+    run.merge(work, partial)
+
+
+class Launches:
+    """The launches of one attention; what they share is made once."""
+
+    def __init__(self, call: AttendCall, driver: Driver, scratch: Scratch) -> None:
+        self._call, self._driver, self._scratch = call, driver, scratch
+        self.q_kind = KINDS[driver.see("q", call.q).dtype]
+        self.new_kind = KINDS[driver.see("k", call.k).dtype] if call.k is not None else 0
+        self._mask_of, self._mask = _masks(call, driver)
+        self._shape, self._slopes = _layer_arguments(call.layer, call.buffers, driver)
+        self._rotated: Any = None
+
+    def partials(self, name: str, parts: int, rows: int) -> Any:
+        """Room for that many partial results of ``rows`` rows."""
+        words = parts * rows * (2 + self._call.layer.head_dim_v)
+        return self._scratch.get(name, (words,), np.float32)
+
+    def rotated(self, work: Work) -> Any:
+        """float32 queries in the rotated domain, times the scale; None when nothing reads them."""
+        if self._rotated is None and work.sources & {BODY, EXACT}:
+            call, layer = self._call, self._call.layer
+            size = (call.batch.n_rows * layer.n_head, layer.head_dim)
+            self._rotated = self._scratch.get("rotated queries", size, np.float32)
+            args = (call.q, self._rotated, np.float32(layer.scale))
+            program = rotate_program(layer, self.q_kind)
+            self._driver.launch(program, "rotate_queries", (size[0],), args)
+        return self._rotated
+
+    def records(self, program: Program, work: Work, partial: Any) -> None:
+        """Items over records, on tensor cores."""
+        call, buffers = self._call, self._call.buffers
+        args = (
+            *self._shape, self._slopes, work.lists, np.int32(0), buffers.k_records,
+            buffers.v_records, self.rotated(work), self._mask_of, self._mask, partial,
+            np.int32(work.parts), np.float32(call.layer.softcap),
         )  # fmt: skip
-    sinks = None if call.sink_logits is None else driver.upload(call.sink_logits)
-    driver.launch(
-        merge_program(layer, work.rows), "merge", (work.joins, work.rows),
-        (
+        self._driver.launch(program, "attend_mma", (work.body,), args)
+
+    def items(
+        self,
+        program: Program,
+        work: Work,
+        partial: Any,
+        body: tuple[Any, Any],
+        *,
+        first: int = 0,
+        slots: int | None = None,
+    ) -> None:
+        """Items from ``first`` on; ``body``: K and V of the body, of ``slots`` slots."""
+        if first >= work.items:
+            return
+        call, buffers = self._call, self._call.buffers
+        shape = list(self._shape)
+        if slots is not None:
+            shape[SHAPE.index("slots")] = np.int32(slots)
+        args = (
+            *shape, self._slopes, work.lists, np.int32(first), *body, buffers.k_exact,
+            buffers.v_exact, buffers.k_ring, buffers.v_ring, call.q, self.rotated(work), call.k,
+            call.v, self._mask_of, self._mask, partial, np.int32(work.parts),
+            np.float32(call.layer.scale), np.float32(call.layer.softcap),
+        )  # fmt: skip
+        self._driver.launch(program, "attend", (work.items - first,), args)
+
+    def merge(self, work: Work, partial: Any) -> None:
+        """Partial results into ``out`` and ``lse``."""
+        call, layer, driver = self._call, self._call.layer, self._driver
+        sinks = None if call.sink_logits is None else driver.upload(call.sink_logits)
+        args = (
             work.lists, partial, np.int32(work.parts), np.int32(layer.n_head),
             np.int32(layer.gqa), sinks, call.out, call.lse,
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+        program = merge_program(layer, work.rows)
+        driver.launch(program, "merge", (work.joins, work.rows), args)
 
 
 def rotate_program(layer: LayerSpec, q_kind: int) -> Program:
@@ -107,13 +149,23 @@ def merge_program(layer: LayerSpec, rows: int) -> Program:
 
 
 def attend_program(
-    layer: LayerSpec, storage: Storage, rows: int, q_kind: int, new_kind: int
+    layer: LayerSpec,
+    storage: Storage,
+    rows: int,
+    q_kind: int,
+    new_kind: int,
+    *,
+    window: bool = False,
 ) -> Program:
-    """The attention kernel for a layer's head dims, what it keeps, and the caller's rows."""
+    """The attention kernel for a layer's head dims, what it keeps, and the caller's rows;
+    ``window``: records come as float32 rows.
+    """
+    stored = _stored(layer, storage)
+    if window:
+        stored |= {"BODY": 3, "K_TYPE": 0, "V_TYPE": 0, "K_BYTES": 0, "V_BYTES": 0}
     return Program.of(
-        _PARTS, {"attend": THREADS}, ROWS=rows, Q_KIND=q_kind, NEW_KIND=new_kind,
-        **_stored(layer, storage),
-    )  # fmt: skip
+        _PARTS, {"attend": THREADS}, ROWS=rows, Q_KIND=q_kind, NEW_KIND=new_kind, **stored
+    )
 
 
 def mma_program(layer: LayerSpec, storage: Storage, rows: int) -> Program:
@@ -175,7 +227,7 @@ def _layer_arguments(layer: LayerSpec, buffers: LayerBuffers, driver: Driver) ->
     """What a layer passes in every launch: the fields of ``Shape``, ALiBi slopes on the device."""
     if "simt" not in buffers.prepared:
         storage, window = buffers.storage, layer.window or 0
-        shape = [
+        shape = [  # SHAPE
             layer.n_head, layer.n_kv_head, window, WINDOW_KINDS.index(layer.window_kind),
             int(layer.causal), min(GROUP, window) if window else GROUP, buffers.slots,
             buffers.blocks, buffers.pages.rings, storage.capacity, ring_slots(storage),

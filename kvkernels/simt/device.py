@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from kvkernels.simt.commit_rows import commit_rows, commit_tail
 from kvkernels.simt.driver import Driver
 from kvkernels.simt.materialize import materialize
 from kvkernels.simt.scratch import Scratch
-from kvkernels.simt.unfit import first_unfit
+from kvkernels.simt.unfit import Found, asked, first_unfit
+from kvkernels.simt.windows import attend_windows
 from kvkernels.simt.workspace import predicted
 from kvkernels.storage import Pages, Steps, Storage, Stored
 
@@ -97,14 +98,23 @@ class SimtDevice:
         """Give a device array the values of a NumPy one of its shape and dtype."""
         self.driver.fill(array, host)
 
-    def first_unfit(
-        self, arrays: Sequence[Any], stored: Sequence[Stored]
-    ) -> tuple[int, tuple[int, ...]] | None:
+    def first_unfit(self, arrays: Sequence[Any], stored: Sequence[Stored]) -> Found:
         """(array, (row, head, channel)) of the first value that cannot be used or not be stored, or
         None. Waits for the answer.
         """
         with self._turn:
             return first_unfit(self.driver, arrays, stored)
+
+    def defer_unfit(self, arrays: Sequence[Any], stored: Sequence[Stored]) -> Callable[[], Found]:
+        """Enqueue the question of ``first_unfit``; the function waits for the answer."""
+        with self._turn:
+            answer = asked(self.driver, arrays, stored)
+
+        def wait() -> Found:
+            with self._turn:
+                return answer()
+
+        return wait
 
     def run(self, entry: str, op: AttentionOp, call: Any) -> None:
         """Enqueue an entry. It checks nothing again: ``op`` was confirmed against the table."""
@@ -116,6 +126,9 @@ class SimtDevice:
         if variant in _ATTEND:
             _expect(call, AttendCall)
             attend(call, driver, scratch, **_ATTEND[variant])
+        elif variant == "attend_materialized":
+            _expect(call, AttendCall)
+            attend_windows(call, driver, scratch)
         elif variant in ("commit", "commit_aware"):
             _expect(call, CommitCall)
             commit(driver, call, scratch)

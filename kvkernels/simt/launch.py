@@ -57,6 +57,7 @@ class Work:
     """``lists``: what the kernels read, on the device once it was uploaded; ``items`` and
     ``joins``: blocks of the two launches; ``parts`` of ``rows`` rows each: partial results;
     ``sources``: kinds of keys that occur; the first ``body`` items are those over records.
+    ``firsts``: the first part of every join.
     """
 
     lists: Any
@@ -66,17 +67,26 @@ class Work:
     rows: int
     sources: frozenset[int]
     body: int
+    firsts: tuple[int, ...]
 
 
 class Builder:
     """The lists of one batch for layers of one shape."""
 
     def __init__(
-        self, layer: LayerSpec, body: Body, rows: int, *, current: bool, prefill: bool
+        self,
+        layer: LayerSpec,
+        body: Body,
+        rows: int,
+        *,
+        current: bool,
+        prefill: bool,
+        only_body: bool = False,
     ) -> None:
         self._n_kv_head, self._gqa, self._rows = layer.n_kv_head, layer.gqa, rows
         self._source = {Body.RECORDS: BODY, Body.TILES: TILES, Body.NONE: -1}[body]
         self._current, self._prefill = current, prefill
+        self._only_body = only_body
         self._items: list[tuple[int, ...]] = []
         self._joins: list[tuple[int, ...]] = []
 
@@ -111,6 +121,7 @@ class Builder:
         return Work(
             pack(parts), len(self._items), len(self._joins), len(self._items), self._rows,
             frozenset(item[2] for item in items), sum(item[2] == BODY for item in items),
+            tuple(join[3] for join in self._joins),
         )  # fmt: skip
 
     def _sequence(
@@ -123,10 +134,12 @@ class Builder:
                 key = (s, head, row, rows)
                 if self._source >= 0:
                     self._add(key, self._source, self._chunks(view.body, chunk_of(view.body[1])))
-                self._add(key, EXACT, [tiles])
+                if not self._only_body:
+                    self._add(key, EXACT, [tiles])
                 rotated = len(self._items) - first if self._source == BODY else 0
-                self._add(key, RING, self._chunks(runs, CHUNK, runs[0]))
-                if self._current:
+                if not self._only_body:
+                    self._add(key, RING, self._chunks(runs, CHUNK, runs[0]))
+                if self._current and not self._only_body:
                     self._add(key, CURRENT, [(0, -(-view.n_q // tail.GROUP))])
                 plain = len(self._items) - first - rotated
                 self._joins.append((view.q_start, head, rows, first, rotated, plain, row))

@@ -69,6 +69,7 @@ def _rows(codes: int) -> int:
 _NEEDS: dict[str, Callable[[AttentionOp], int]] = {
     "attend_portable": lambda op: _attend(op, DECODE_BLOCK),
     "attend_prefill_portable": lambda op: _attend(op, _prefill(op)),
+    "attend_materialized": lambda op: max(_attend(op, _prefill(op)), _turn(op)),
     "attend_mma": lambda op: _attend_mma(op, _mma(op)),
     "attend_prefill_mma": lambda op: _attend_mma(op, _mma(op)),
     "commit": _commit,

@@ -11,6 +11,7 @@ from typing import cast
 from kvkernels.backend import BackendStatus, Device
 from kvkernels.capabilities import DeviceCaps
 from kvkernels.errors import BackendUnavailable
+from kvkernels.qualification import with_local
 
 
 def listed(status: BackendStatus, device_id: str) -> DeviceCaps:
@@ -22,7 +23,7 @@ def listed(status: BackendStatus, device_id: str) -> DeviceCaps:
         ids = ", ".join(caps.id for caps in status.devices)
         text = f"no device {device_id!r}; found: {ids}"
         raise BackendUnavailable(BackendStatus(status.name, "unavailable", text))
-    return caps
+    return with_local(caps)
 
 
 def open_listed(status: BackendStatus, device_id: str, **options: object) -> Device:

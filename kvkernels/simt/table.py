@@ -69,13 +69,14 @@ def simt_rows(
         numerics: str,
         op: tuple[Requirement, ...],
         *more: Requirement,
+        route: Route = Route.NATIVE,
         group: Requirement = _work_group,
     ) -> Capability:
         entry = f"{backend}/{name}"
         return Capability(
             entry=entry,
             kind=kind,
-            route=Route.NATIVE,
+            route=route,
             requires=(*op, *more, *device, group, fits_local(entry)),
             numerics=numerics,
         )
@@ -86,6 +87,14 @@ def simt_rows(
         *before,
         row("attend_portable", attend, _ATTEND_NUMERICS, ATTEND, decode),
         row("attend_prefill_portable", attend, _ATTEND_NUMERICS, ATTEND),
+        row(
+            "attend_materialized",
+            attend,
+            "windows of float32 rows, softmax merged over windows",
+            (*RECORDS, *ATTEND),
+            equal("bodyless", False),
+            route=Route.MATERIALIZE,
+        ),
         row(
             "commit",
             commit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -27,9 +27,10 @@ def _overflow(dim: int) -> Program:
     return Program.of(("common", "rotate", "turn", "overflow"), {"overflow": 128}, DIM=dim)
 
 
-def first_unfit(
-    driver: Driver, arrays: Sequence[Any], stored: Sequence[Stored]
-) -> tuple[int, tuple[int, ...]] | None:
+Found = tuple[int, tuple[int, ...]] | None
+
+
+def first_unfit(driver: Driver, arrays: Sequence[Any], stored: Sequence[Stored]) -> Found:
     """(array, (row, head, channel)) of the first value that is NaN or infinite, or that leaves the
     fp16 range in a form in which it is ``stored``; None when all can be used.
 
@@ -37,9 +38,27 @@ def first_unfit(
     non-finite values come before its large ones, and those that are PLAIN before the ROTATED ones,
     where a row's first channel of largest magnitude is named. One launch and one download.
     """
+    return asked(driver, arrays, stored)()
+
+
+def asked(driver: Driver, arrays: Sequence[Any], stored: Sequence[Stored]) -> Callable[[], Found]:
+    """Enqueue the question of ``first_unfit``; the function waits for the answer. The arrays must
+    not change before it is called.
+    """
     seen = [driver.see(f"arrays[{i}]", a) for i, a in enumerate(arrays)]
     kinds = [kind_of(driver, f"arrays[{i}]", a) for i, a in enumerate(arrays)]
-    found = _scan(driver, seen, kinds)
+    scanned = _scan(driver, seen, kinds)
+    return lambda: _answer(driver, seen, kinds, stored, scanned)
+
+
+def _answer(
+    driver: Driver,
+    seen: Sequence[Seen],
+    kinds: Sequence[int],
+    stored: Sequence[Stored],
+    scanned: Any,
+) -> Found:
+    found = driver.download(scanned).reshape(-1, 3)
     for i, (one, kind, kept) in enumerate(zip(seen, kinds, stored, strict=True)):
         broken, beyond, top = (int(x) for x in found[i])
         # |rotated| <= sqrt(D) * max|x|: below that nothing can overflow, and that is nearly always.
@@ -61,7 +80,7 @@ def _vectors(one: Seen) -> int:
 
 
 def _scan(driver: Driver, seen: Sequence[Seen], kinds: Sequence[int]) -> Any:
-    """int32 [arrays, 3] of ``scan``."""
+    """int32 [arrays, 3] of ``scan``, on the device."""
     found = driver.upload(np.tile(np.array([_NONE, _NONE, 0], np.int32), (len(seen), 1)))
     none = [0] * (3 - len(seen))
     shapes = (*(_vectors(s) for s in seen), *none, *(s.shape[-1] for s in seen), *none)
@@ -73,7 +92,7 @@ def _scan(driver: Driver, seen: Sequence[Seen], kinds: Sequence[int]) -> Any:
         *(scalar(n) for n in (*shapes, blocks)), found,
     )  # fmt: skip
     driver.launch(_CHECK, "scan", (blocks, len(seen)), args)
-    return driver.download(found).reshape(-1, 3)
+    return found
 
 
 def _first_overflow(driver: Driver, one: Seen, kind: int) -> int:

@@ -18,7 +18,7 @@ INT16: Limits = (2e-4, 5e-3)
 INT8: Limits = (1e-2, 1e-1)
 # Entries whose results are the same whatever the activations of a plan are, and their limits.
 FIXED: dict[str, Limits] = {
-    "cpu/attend_materialized": FLOAT32,
+    "*/attend_materialized": FLOAT32,
     "*/attend_portable": FLOAT32,
     "*/attend_prefill_portable": FLOAT32,
     "*_mma": INT16,

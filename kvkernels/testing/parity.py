@@ -26,6 +26,7 @@ from kvkernels.records.layout import GROUP
 from kvkernels.testing import inputs
 from kvkernels.testing.cases import NATIVE, REFUSE, Case
 from kvkernels.testing.compare import Comparison, compare, exact_zeros, fixed, limits_of
+from kvkernels.testing.decoded import decoded_wrong
 from kvkernels.testing.model import RowsModel, model_of
 from kvkernels.testing.poison import GuardedDevice, Guards, poison_unused, poison_workspaces
 
@@ -35,7 +36,9 @@ OK, WRONG, REFUSED, ERROR = "ok", "wrong", "refused", "error"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One case on one entry. ``passed`` says whether that is what the case asks for."""
+    """One case on one entry. ``passed`` says whether that is what the case asks for; ``served``:
+    the entries that had a part in it, those that filled the cache among them.
+    """
 
     case: str
     device: str
@@ -47,6 +50,7 @@ class Result:
     error: Comparison | None = None
     reasons: tuple[str, ...] = ()
     window_chunk: int | None = None
+    served: tuple[str, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,6 +67,7 @@ class Result:
             "error": self.error.to_json() if self.error else None,
             "reasons": list(self.reasons),
             "window_chunk": self.window_chunk,
+            "served": list(self.served),
             "memory": self.memory,
         }
 
@@ -163,6 +168,7 @@ class Bench:
         models = [model_of(case.layer, *planned.tails) for _ in sequences]  # one layer, one group
         self._fill(sequences, models)
         poison_unused(self.cache)
+        self.decoded = decoded_wrong(self.cache)
         parts = [rows.part(past) for rows, past in zip(sequences, case.past, strict=True)]
         self.arrays = [
             device.upload(self.guards.copy(name, np.concatenate([part[i] for part in parts])))
@@ -210,6 +216,8 @@ class Bench:
             wrong.append("a row that sees nothing is not 0")
         if first.tobytes() != again.tobytes():
             wrong.append("the same step gave other bits the second time")
+        if self.decoded[1]:
+            wrong.append(f"{self.decoded[0]} decodes records to other rows")
         if broken := self.guards.broken():
             wrong.append(f"written outside: {', '.join(broken)}")
         if forced is None and case.must_be == NATIVE and decision.route is not Route.NATIVE:
@@ -219,9 +227,14 @@ class Bench:
         return Result(
             case=case.id, device=self.device.caps.id, entry=served, route=str(decision.route),
             outcome=WRONG if wrong else OK, passed=not wrong, error=error, reasons=tuple(wrong),
-            activations=activations,
+            activations=activations, served=self._served(served),
             window_chunk=self.cache.plan.window_chunk, memory=self.cache.memory().to_json(),
         )  # fmt: skip
+
+    def _served(self, attend: str | None) -> tuple[str, ...]:
+        layer = self.cache.plan.layers[0]
+        others = (found.entry for found in (layer.commit, layer.tail) if found)
+        return tuple(sorted({str(e) for e in (attend, self.decoded[0], *others) if e}))
 
     def _attend(self, decision: Decision, forced: str | None) -> tuple[NDArray[Any], str | None]:
         """One attend in a step that is discarded; returns the result and the entry that ran."""

@@ -15,7 +15,8 @@ import pytest
 from llvmlite.binding import llvm_version_info
 from numpy.testing import assert_array_equal
 
-from kvkernels.cpu.ahead import objects, runtime
+from kvkernels import objects
+from kvkernels.cpu.ahead import runtime
 from kvkernels.cpu.ahead.signatures import SIGNATURES, dot_name, matrix_name
 from kvkernels.cpu.columns import ROW_BLOCKS
 from kvkernels.cpu.features import missing
@@ -85,7 +86,8 @@ def test_a_shipped_kernel_computes_what_numba_does(isa):
 
 _STEP = """
 import sys, numpy as np, kvkernels as kvk
-from kvkernels.cpu.ahead import objects, runtime
+from kvkernels import objects
+from kvkernels.cpu.ahead import runtime
 if sys.argv[1] == "numba":
     runtime.bundle.__wrapped__  # the real one exists
     runtime.bundle = lambda isa: None

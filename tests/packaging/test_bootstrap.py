@@ -209,6 +209,53 @@ def test_an_apt_without_a_compiler_ends_with_the_line(bare: Machine) -> None:
     assert APT_LINE in done.stderr
 
 
+GPU_PACKAGES = "g++ hipcc oclgrind ocl-icd-libopencl1 pocl-opencl-icd"
+APT_WITH_GPU_TOOLS = """#!/bin/sh
+echo "apt $*" >>"$STATE/log"
+for name in g++ hipcc oclgrind; do
+    printf '#!/bin/sh\\n' >"${0%/*}/$name" && /bin/chmod +x "${0%/*}/$name"
+done
+printf '#!/bin/sh\\necho libOpenCL.so.1\\n' >"${0%/*}/ldconfig" && /bin/chmod +x "${0%/*}/ldconfig"
+: >"${0%/*}/pocl.icd"
+"""
+
+
+@pytest.fixture
+def gpuless(machine: Machine) -> Machine:
+    """A machine with an apt-get, and nothing that the tests of GPU code need."""
+    place = stubs(machine)
+    for name in ("tr", "grep", "ls"):
+        machine.stub(place / name, f'#!/bin/sh\nexec /usr/bin/{name} "$@"\n')
+    machine.stub(place / "apt-get", APT_WITH_GPU_TOOLS)
+    machine.env |= {"OCL_ICD_VENDORS": str(place), "LDCONFIG": str(place / "ldconfig")}
+    return machine
+
+
+def gpu_tools(machine: Machine) -> subprocess.CompletedProcess[str]:
+    alone = {"PATH": str(stubs(machine)), "KVK_TEST_UID": str(machine.uid)}
+    return subprocess.run(
+        ["/bin/sh", "-euc", f". {machine.root}/tools/venv.sh; kvk_gpu_tools"],
+        capture_output=True, text=True, check=False, env=machine.env | alone, timeout=30,
+    )  # fmt: skip
+
+
+def test_root_gets_what_gpu_tests_need_once(gpuless: Machine) -> None:
+    assert gpu_tools(gpuless).returncode == 0
+    line = f"apt install -y -qq --no-install-recommends {GPU_PACKAGES}\n"
+    assert gpuless.log() == line
+    done = gpu_tools(gpuless)
+    assert (done.returncode, done.stderr, gpuless.log()) == (0, "", line)
+
+
+def test_others_get_the_exact_line_for_gpu_tests(gpuless: Machine) -> None:
+    gpuless.uid = 1000
+    gpuless.stub(stubs(gpuless) / "hipcc", "#!/bin/sh\n")
+    done = gpu_tools(gpuless)
+    rest = GPU_PACKAGES.replace("hipcc ", "")
+    assert (done.returncode, gpuless.log()) == (1, "")
+    assert f"apt-get install --no-install-recommends {rest}\n" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["kvk", "test", ".ci/run"])
 def test_the_scripts_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)

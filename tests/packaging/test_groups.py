@@ -32,7 +32,7 @@ def test_a_yardstick_that_did_not_run_fails_in_ci(
     tmp_path: Path, body: str, machine: str, status: int, in_ci: str
 ) -> None:
     folder = tmp_path / "tests"
-    for group in ("pure", "cpu", "cli", "opencl", "packaging"):
+    for group in ("pure", "cpu", "cli", "simt", "cuda", "hip", "opencl", "packaging"):
         (folder / group).mkdir(parents=True)
         (folder / group / f"test_{group}.py").write_text("def test_it() -> None:\n    pass\n")
     (folder / "cpu" / "test_c.py").write_text(TEST.format(body))

@@ -15,8 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "kvkernels"
 LAYERS = (
     "op capabilities errors settings values",
-    "dispatch records quants tail request calls storage requirements",
-    "backend registry",
+    "dispatch records quants tail request calls storage requirements objects",
+    "backend registry qualification",
     "planner planlog storages operations cache step arguments pages pools state memory split engine"
     " merging drafts metrics",
     "cpu simt cuda hip opencl vulkan",

@@ -65,6 +65,7 @@ def test_every_backend_has_the_same_rows(name: str) -> None:
     assert [(row.entry.partition("/")[2], row.kind, row.route) for row in portable] == [
         ("attend_portable", OpKind.ATTEND, Route.NATIVE),
         ("attend_prefill_portable", OpKind.ATTEND, Route.NATIVE),
+        ("attend_materialized", OpKind.ATTEND, Route.MATERIALIZE),
         ("commit", OpKind.COMMIT, Route.NATIVE),
         ("commit_aware", OpKind.COMMIT, Route.NATIVE),
         ("commit_rows", OpKind.COMMIT, Route.NATIVE),

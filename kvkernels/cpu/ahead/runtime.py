@@ -16,7 +16,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.cpu.ahead import objects
+from kvkernels import objects
 from kvkernels.cpu.ahead.signatures import SIGNATURES
 from kvkernels.cpu.kernels.stamp import source_stamp
 

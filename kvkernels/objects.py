@@ -1,4 +1,4 @@
-"""Machine code of shipped kernels kept on disk, so that a new process does not generate it again.
+"""Machine code kept on disk, so that a new process does not generate it again.
 
 A file holds the SHA-256 of the code and the code. What cannot be read, is damaged or could have
 been written by another user counts as absent; what cannot be written is not kept.
@@ -20,7 +20,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def file_name(*parts: str) -> str:
-    """A name that stands for all of ``parts``: sources, kernel, CPU, compiler."""
+    """A name that stands for all of ``parts``: source, kernel, machine, compiler."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".o"
 
 
