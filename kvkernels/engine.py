@@ -20,10 +20,10 @@ from kvkernels.arguments import (
     Given,
     by_sequence,
     check_bias,
-    check_group_table,
     check_query_moment,
     check_rows,
     check_sink_logits,
+    group_view,
 )
 from kvkernels.backend import Device
 from kvkernels.calls import (
@@ -45,7 +45,6 @@ from kvkernels.records.sealed import Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
 from kvkernels.storage import Pages, Storage, Stored
-from kvkernels.values import whole
 
 _NONE = np.empty(0, np.uint16)
 
@@ -83,6 +82,7 @@ def encode(
     query_moment: Any = None,
     first_group: int = 0,
     device: Device | str = "cpu:0",
+    policy: Policy | None = None,
 ) -> Records:
     """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line records.
 
@@ -103,7 +103,7 @@ def encode(
     if spec.encoder == "aware" and (q is not None or query_moment is not None):
         source = "moment" if q is None else "rows"
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
-    entry = _decided(device, op)
+    entry = _decided(device, op, policy)
     shape = (n, spec.n_kv_head, spec.head_dim)
     given_rows = [Given(n, x, shape, Stored.ROTATED) for n, x in (("k", k), ("v", v))]
     if source == "rows":
@@ -125,7 +125,11 @@ def encode(
 
 
 def decode(
-    records: Records, *, rotated: bool = False, device: Device | str = "cpu:0"
+    records: Records,
+    *,
+    rotated: bool = False,
+    device: Device | str = "cpu:0",
+    policy: Policy | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """K and V float32 [n_groups * 128, n_kv_head, D] as the records hold them,
     un-rotated unless asked. Records of the host are copied to ``device`` first; the rows come back
@@ -135,7 +139,7 @@ def decode(
     records = records.to_layout(LINE).on(device)
     n = records.n_groups * GROUP
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.MATERIALIZE)
-    entry = _decided(device, op)
+    entry = _decided(device, op, policy)
     out = [device.empty((spec.n_kv_head, n, spec.head_dim)) for _ in Side]
     slots = np.arange(records.n_groups, dtype=np.int32)
     buffers = _buffers(spec, records.k, records.v, device.upload(_NONE))
@@ -182,7 +186,7 @@ class AttendPlan:
         large: list[SeqView] = []
         at, self.max_slot = 0, -1
         for seq, (table, rows) in enumerate(zip(group_tables, n_q, strict=True)):
-            view = _view(spec, seq, table, rows, at)
+            view = group_view(spec, seq, table, rows, at)
             (small if rows <= DECODE_ROWS else large).append(view)
             self.max_slot = max(self.max_slot, int(view.table.max(initial=-1)))
             at += rows
@@ -294,15 +298,6 @@ _SAME: dict[str, Any] = {
     "n_head": 1, "n_kv_head": 1, "window": None, "sink_tokens": 0, "scale": 1.0, "softcap": 0.0,
     "alibi": 0.0, "sink_logits": False, "encoder": "published",
 }  # fmt: skip
-
-
-def _view(spec: LayerSpec, seq: int, table: Any, rows: int, at: int) -> SeqView:
-    slots = check_group_table(seq, table)
-    whole(f"n_q[{seq}]", rows)
-    n_past = len(slots) * GROUP
-    first = max(0, (n_past - spec.window + 1) // GROUP) if spec.window else 0
-    body = (min(first, len(slots)), len(slots))
-    return SeqView(seq, at, rows, n_past, slots, body, ())
 
 
 def attend(
