@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,21 @@ from kvkernels.op import LayerSpec
 from kvkernels.records.layout import LINE, STREAM, HeadLayout, Side
 from kvkernels.records.packing import line_to_stream, stream_to_line
 
-if TYPE_CHECKING:
-    from kvkernels.backend import Device
-
 Bytes = NDArray[np.uint8]
+
+
+class Memory(Protocol):
+    """What records need of a device: ``kvkernels.backend.Device`` is one."""
+
+    @property
+    def caps(self) -> Any:
+        """With the device's ``id``."""
+
+    def upload(self, host: Any) -> Any:
+        """An array on the device."""
+
+    def download(self, array: Any) -> Any:
+        """A NumPy array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +71,7 @@ class Records:
         """Bytes of both sides."""
         return int(self.k.nbytes + self.v.nbytes)
 
-    def on(self, device: Device) -> Records:
+    def on(self, device: Memory) -> Records:
         """The same records in the memory of a device, where its attention reads them: copied once,
         or these themselves when they are there already (on the CPU always). Raises InputError for
         records of another device, MemoryError.
@@ -76,7 +87,7 @@ class Records:
         here = k is self.k  # the device computes on NumPy arrays
         return Records(self.spec, k, v, self.layout, None if here else device.caps.id)
 
-    def to_host(self, device: Device) -> Records:
+    def to_host(self, device: Memory) -> Records:
         """The same records as NumPy arrays, copied from the device they are on."""
         if self.device is None:
             return self
