@@ -76,7 +76,6 @@ def memory(
         ),
     ],
 )
-@pytest.mark.usefixtures("driver")
 def test_M2_what_is_planned_is_what_is_held(
     driver: EmulatorDriver, layers: Any, steps: Any, options: dict[str, Any]
 ) -> None:
