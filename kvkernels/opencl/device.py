@@ -134,7 +134,7 @@ class OpenclDriver:
             source = program.source("opencl")
             try:
                 with warnings.catch_warnings():
-                    # What a compiler says of a source that it takes is not the user's business.
+                    # Drivers report all kinds of things that are no error.
                     warnings.simplefilter("ignore", self._cl.CompilerWarning)
                     built = self._cl.Program(self.queue.context, source).build(self._options)
             except self._cl.Error as error:

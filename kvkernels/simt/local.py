@@ -22,13 +22,13 @@ _SCAN = (128 + 16) * _WORD  # check.inc: before every attention and every encodi
 
 
 def _attend(op: AttentionOp, rows: int) -> int:
-    arrays = 2 * _PITCH + _SECTIONS + _TOPS + _ROW_WORDS
+    arrays = 3 * _PITCH + _SECTIONS + _TOPS + _ROW_WORDS
     return max(rows * arrays * _WORD + _LISTS, _merge(op))
 
 
 def _attend_mma(op: AttentionOp, rows: int) -> int:
     slices = -(-op.head_dim_v // GROUP)
-    words = (rows + slices) * (_PITCH + _SECTIONS) + rows * (_PITCH + 2 + _TOPS + _ROW_WORDS)
+    words = (rows + slices) * (_PITCH + _SECTIONS) + rows * (2 * _PITCH + 2 + _TOPS + _ROW_WORDS)
     # Sources other than records go through the portable kernel.
     return max(words * _WORD + 2 * rows * _HALF_PITCH + _LISTS, _attend(op, rows))
 

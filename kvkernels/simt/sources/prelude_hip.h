@@ -8,6 +8,9 @@
 #define GLOBAL
 #define LOCAL
 #define SHARED __shared__
+// A shared array that LOAD4 reads: four values at a multiple of four.
+#define ALIGNED __attribute__((aligned(16)))
+#define LOAD4(p) (*(LOCAL const f32x4 *)(p))
 #define RESTRICT __restrict__
 #define LID0 ((int)threadIdx.x)
 #define GRP0 ((int)blockIdx.x)
@@ -25,6 +28,7 @@ typedef unsigned int u32;
 typedef int i32;
 typedef long long i64;
 typedef float f32;
+typedef float4 f32x4;
 typedef double f64;
 #define AS_FLOAT(u) __uint_as_float(u)
 #define AS_UINT(f) __float_as_uint(f)

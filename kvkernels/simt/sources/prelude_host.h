@@ -19,6 +19,7 @@ void kvk_exchange(const void *in, void *out, int nbytes, int source, int line);
 #else
 #define SHARED static __attribute__((section("kvk_shared")))
 #endif
+#define ALIGNED __attribute__((aligned(16)))
 #define RESTRICT __restrict__
 #define LID0 kvk_lid
 #define GRP0 kvk_group[0]
@@ -36,6 +37,8 @@ typedef int32_t i32;
 typedef int64_t i64;
 typedef float f32;
 typedef double f64;
+struct f32x4 { f32 x, y, z, w; };
+static inline f32x4 LOAD4(const f32 *p) { return f32x4{p[0], p[1], p[2], p[3]}; }
 static inline f32 AS_FLOAT(u32 u) { f32 f; memcpy(&f, &u, 4); return f; }
 static inline u32 AS_UINT(f32 f) { u32 u; memcpy(&u, &f, 4); return u; }
 #define FMA(a, b, c) __builtin_fmaf(a, b, c)

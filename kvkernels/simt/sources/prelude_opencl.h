@@ -9,6 +9,9 @@
 #define GLOBAL __global
 #define LOCAL __local
 #define SHARED __local
+// A shared array that LOAD4 reads: four values at a multiple of four.
+#define ALIGNED __attribute__((aligned(16)))
+#define LOAD4(p) (*(LOCAL const f32x4 *)(p))
 #define RESTRICT restrict
 #define LID0 ((int)get_local_id(0))
 #define GRP0 ((int)get_group_id(0))
@@ -23,6 +26,7 @@ typedef uint u32;
 typedef int i32;
 typedef long i64;
 typedef float f32;
+typedef float4 f32x4;
 #ifdef cl_khr_fp64
 typedef double f64;
 #define DIV(a, b) ((f32)((f64)(a) / (f64)(b)))
