@@ -15,7 +15,9 @@ from kvkernels.backend import Device, Rows
 from kvkernels.calls import SeqView
 from kvkernels.errors import InputError, NonFiniteError
 from kvkernels.op import LayerSpec
+from kvkernels.records.layout import GROUP
 from kvkernels.storage import Stored
+from kvkernels.values import whole
 
 _ADDITIVE = ("float16", "float32", "float64")
 
@@ -212,3 +214,13 @@ def check_group_table(seq: int, table: Any) -> NDArray[np.int32]:
     if slots.size and slots.min() < 0:
         raise InputError(field, found=int(slots.min()), needed="slots >= 0")
     return slots.astype(np.int32)
+
+
+def group_view(spec: LayerSpec, seq: int, table: Any, rows: int, at: int) -> SeqView:
+    """A sequence of whole groups: ``rows`` queries, from row ``at`` of the step on, come after."""
+    slots = check_group_table(seq, table)
+    whole(f"n_q[{seq}]", rows)
+    n_past = len(slots) * GROUP
+    first = max(0, (n_past - spec.window + 1) // GROUP) if spec.window else 0
+    body = (min(first, len(slots)), len(slots))
+    return SeqView(seq, at, rows, n_past, slots, body, ())

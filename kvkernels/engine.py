@@ -20,10 +20,10 @@ from kvkernels.arguments import (
     Given,
     by_sequence,
     check_bias,
-    check_group_table,
     check_query_moment,
     check_rows,
     check_sink_logits,
+    group_view,
 )
 from kvkernels.backend import Device
 from kvkernels.calls import (
@@ -41,11 +41,12 @@ from kvkernels.errors import InputError, UnsupportedOp
 from kvkernels.op import AttentionOp, LayerSpec, OpKind
 from kvkernels.operations import attend_op
 from kvkernels.records.layout import GROUP, LINE, Side
-from kvkernels.records.sealed import Bytes, Records, head_layout
+from kvkernels.records.sealed import Records, head_layout
 from kvkernels.registry import open_device
 from kvkernels.settings import settings
 from kvkernels.storage import Pages, Storage, Stored
-from kvkernels.values import whole
+
+_NONE = np.empty(0, np.uint16)
 
 
 @lru_cache(maxsize=8)
@@ -57,8 +58,8 @@ def _device(device: Device | str) -> Device:
     return _opened(device) if isinstance(device, str) else device
 
 
-def _buffers(spec: LayerSpec, k: Bytes, v: Bytes) -> LayerBuffers:
-    none = np.empty(0, np.uint16)
+def _buffers(spec: LayerSpec, k: Any, v: Any, none: Any = _NONE) -> LayerBuffers:
+    """``none``: an empty array of the device, in place of what records alone do not have."""
     pages = Pages(k.shape[1], 0, 0)
     return LayerBuffers(
         k.reshape(-1), v.reshape(-1), none, none, None, Storage.plain(spec), pages, none, none
@@ -81,6 +82,7 @@ def encode(
     query_moment: Any = None,
     first_group: int = 0,
     device: Device | str = "cpu:0",
+    policy: Policy | None = None,
 ) -> Records:
     """Seal whole groups: k, v [n * 128, n_kv_head, D] (un-rotated, RoPE applied) -> line records.
 
@@ -89,6 +91,9 @@ def encode(
     queries, and refuses without; the published one ignores them. ``first_group``: the place of the
     first group in its sequence; keys of group 0, with the sink token, are never clipped. Raises
     InputError (shape, dtype), NonFiniteError, UnsupportedOp with every reason.
+
+    k, v and q are arrays of ``device``. The records come back in host memory, to be kept or sent;
+    ``records.on(device)`` puts them where attention reads them.
     """
     device = _device(device)
     n = int(getattr(k, "shape", (0,))[0])
@@ -98,7 +103,7 @@ def encode(
     if spec.encoder == "aware" and (q is not None or query_moment is not None):
         source = "moment" if q is None else "rows"
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.COMMIT, queries=source)
-    entry = _decided(device, op)
+    entry = _decided(device, op, policy)
     shape = (n, spec.n_kv_head, spec.head_dim)
     given_rows = [Given(n, x, shape, Stored.ROTATED) for n, x in (("k", k), ("v", v))]
     if source == "rows":
@@ -107,35 +112,41 @@ def encode(
     rows_q = rest[0].array if rest else None
     each = range(n // GROUP)
     sizes = [head_layout(spec, side).nbytes for side in Side]
-    pools = [np.zeros((spec.n_kv_head, len(each), size), np.uint8) for size in sizes]
+    pools = [device.upload(np.zeros((spec.n_kv_head, len(each), size), np.uint8)) for size in sizes]
     writes = tuple(GroupWrite(first_group + g, g * GROUP, 0, GROUP, -1, -1, g) for g in each)
-    buffers = _buffers(spec, *pools)
+    buffers = _buffers(spec, pools[0], pools[1], device.upload(_NONE))
     if source == "moment":
         given = check_query_moment("query_moment", spec, query_moment)
         buffers = replace(buffers, query_moment=given)
     call = CommitCall(spec, buffers, writes, rows_k.array, rows_v.array, rows_q)
     device.run(entry, op, call)
     device.synchronize()
-    return Records(spec, pools[0], pools[1])
+    return Records(spec, device.download(pools[0]), device.download(pools[1]))
 
 
 def decode(
-    records: Records, *, rotated: bool = False, device: Device | str = "cpu:0"
+    records: Records,
+    *,
+    rotated: bool = False,
+    device: Device | str = "cpu:0",
+    policy: Policy | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """K and V float32 [n_groups * 128, n_kv_head, D] as the records hold them,
-    un-rotated unless asked.
+    un-rotated unless asked. Records of the host are copied to ``device`` first; the rows come back
+    in host memory.
     """
     device, spec = _device(device), records.spec
-    records = records.to_layout(LINE)
+    records = records.to_layout(LINE).on(device)
     n = records.n_groups * GROUP
     op = attend_op(spec, device.caps.id, n, n, kind=OpKind.MATERIALIZE)
-    entry = _decided(device, op)
-    out = [np.empty((spec.n_kv_head, n, spec.head_dim), np.float32) for _ in Side]
+    entry = _decided(device, op, policy)
+    out = [device.empty((spec.n_kv_head, n, spec.head_dim)) for _ in Side]
     slots = np.arange(records.n_groups, dtype=np.int32)
-    buffers = _buffers(spec, records.k, records.v)
+    buffers = _buffers(spec, records.k, records.v, device.upload(_NONE))
     device.run(entry, op, MaterializeCall(spec, buffers, slots, out[0], out[1], rotated))
     device.synchronize()
-    return out[0].transpose(1, 0, 2), out[1].transpose(1, 0, 2)
+    k, v = (device.download(array) for array in out)
+    return k.transpose(1, 0, 2), v.transpose(1, 0, 2)
 
 
 class AttendPlan:
@@ -160,6 +171,9 @@ class AttendPlan:
         policy: Policy | None = None,
     ) -> None:
         self.device, self.spec, self.current = _device(device), spec, current
+        # Devices with memory of their own make a copy of what they are given.
+        self._none = self.device.upload(_NONE)
+        self._memory = None if self._none is _NONE else self.device.caps.id
         self.activations = activations
         self.policy = policy
         if not group_tables or len(group_tables) != len(n_q):
@@ -172,7 +186,7 @@ class AttendPlan:
         large: list[SeqView] = []
         at, self.max_slot = 0, -1
         for seq, (table, rows) in enumerate(zip(group_tables, n_q, strict=True)):
-            view = _view(spec, seq, table, rows, at)
+            view = group_view(spec, seq, table, rows, at)
             (small if rows <= DECODE_ROWS else large).append(view)
             self.max_slot = max(self.max_slot, int(view.table.max(initial=-1)))
             at += rows
@@ -219,6 +233,13 @@ class AttendPlan:
         plan has ``current``), seen causally after the records. All un-rotated.
         """
         device, spec = self.device, self.spec
+        if records.device != self._memory:
+            raise InputError(
+                "records",
+                found=f"records {'in host memory' if records.device is None else records.device}",
+                needed=f"records on {device.caps.id}",
+                hint="Use records.on(plan.device), once; a run copies no records",
+            )
         if records.layout != LINE:
             raise InputError(
                 "records.layout", found=records.layout, needed=LINE, hint="Use to_layout('line')"
@@ -255,7 +276,7 @@ class AttendPlan:
         for entry, op, batch, bias in launches:
             call = AttendCall(
                 layer=spec,
-                buffers=_buffers(spec, records.k, records.v),
+                buffers=_buffers(spec, records.k, records.v, self._none),
                 batch=batch,
                 q=rows_q.array,
                 k=rows_k.array if rows_k else None,
@@ -277,15 +298,6 @@ _SAME: dict[str, Any] = {
     "n_head": 1, "n_kv_head": 1, "window": None, "sink_tokens": 0, "scale": 1.0, "softcap": 0.0,
     "alibi": 0.0, "sink_logits": False, "encoder": "published",
 }  # fmt: skip
-
-
-def _view(spec: LayerSpec, seq: int, table: Any, rows: int, at: int) -> SeqView:
-    slots = check_group_table(seq, table)
-    whole(f"n_q[{seq}]", rows)
-    n_past = len(slots) * GROUP
-    first = max(0, (n_past - spec.window + 1) // GROUP) if spec.window else 0
-    body = (min(first, len(slots)), len(slots))
-    return SeqView(seq, at, rows, n_past, slots, body, ())
 
 
 def attend(

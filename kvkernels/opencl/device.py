@@ -151,14 +151,20 @@ class OpenclDriver:
         try:
             return make()
         except (self._cl.MemoryError, MemoryError):
-            device = self.queue.device
-            raise OutOfDeviceMemory(
-                f"{device.name}: no room for {nbytes} bytes (largest buffer "
-                f"{device.max_mem_alloc_size}, memory {device.global_mem_size}). Plan for a "
-                "smaller n_ctx or n_seq, or for narrower types"
-            ) from None
+            raise self._no_room(nbytes) from None
         except self._cl.Error as error:
+            # More than a single buffer may have is refused by that name.
+            if getattr(error, "code", None) == self._cl.status_code.INVALID_BUFFER_SIZE and nbytes:
+                raise self._no_room(nbytes) from None
             raise self._failure(error) from None
+
+    def _no_room(self, nbytes: int) -> KvkError:
+        device = self.queue.device
+        return OutOfDeviceMemory(
+            f"{device.name}: no room for {nbytes} bytes (largest buffer "
+            f"{device.max_mem_alloc_size}, memory {device.global_mem_size}). Plan for a "
+            "smaller n_ctx or n_seq, or for narrower types"
+        )
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
         try:

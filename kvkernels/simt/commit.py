@@ -50,9 +50,15 @@ def commit(driver: Driver, call: CommitCall, scratch: Scratch) -> None:
 def workspaces(layer: LayerSpec, steps: Steps, *, given: bool = False) -> dict[str, int]:
     """The most bytes that steps ask of every workspace, by name; ``given``: with a query moment."""
     groups = min(steps.n_ubatch, (steps.n_ubatch + 127 * steps.n_seq) // GROUP)
+    # Groups of sinks stay exact.
+    groups = min(groups, steps.n_seq * (steps.n_ctx // GROUP - layer.sink_tokens // GROUP))
+    if groups <= 0:
+        return {}
     sealing, tile = seal_bytes(layer, given=given), _lanes(layer) * GROUP * layer.head_dim * 2
     n = min(groups, max(1, ROOM // sealing))
-    tiles = min(groups, max(1, ROOM // (sealing + tile)))
+    # The newest group that is completed keeps a block, of every sequence.
+    through = min(groups, max(0, (steps.n_ubatch + 127) // GROUP - 1))
+    tiles = min(through, max(1, ROOM // (sealing + tile)))
     found = {name: n * nbytes for name, nbytes in _seal_workspaces(layer, given=given).items()}
     # A group that is neither kept exact nor open when the step ends passes through a tile.
     if steps.n_ubatch > 2 * GROUP and steps.n_ctx > 2 * GROUP + layer.sink_tokens:

@@ -37,10 +37,24 @@ def _attend(spec: LayerSpec, storage: Storage, rows: int, parts: int) -> dict[st
 
 
 def _decode(spec: LayerSpec, storage: Storage, steps: Steps) -> dict[str, int]:
-    queries = min(steps.verify, DECODE_ROWS, steps.n_ubatch)
+    """All sequences decode ``verify`` rows; or one as many as a decode takes, ending a prompt."""
+    usual = min(steps.verify, DECODE_ROWS, steps.n_ubatch)
+    most = min(DECODE_ROWS, steps.n_ubatch)
+    others = max(0, min(steps.n_seq - 1, (steps.n_ubatch - most) // usual))
+    alike = max(1, min(steps.n_seq, steps.n_ubatch // usual))
+    # One launch serves them all: its blocks are those of the sequence with the most rows.
+    found: Counter[str] = Counter()
+    for counts in (((most, 1), (usual, others)), ((usual, alike),)):
+        block = block_rows(spec, counts[0][0], prefill=False)
+        parts = sum(n * _parts(spec, storage, steps, q, block) for q, n in counts)
+        queries = sum(q * n for q, n in counts)
+        found |= Counter(_attend(spec, storage, queries, parts))
+    return dict(found)
+
+
+def _parts(spec: LayerSpec, storage: Storage, steps: Steps, queries: int, block: int) -> int:
+    """Rows of partial results of one sequence."""
     n = max(0, steps.n_ctx - queries)
-    sequences = max(1, min(steps.n_seq, steps.n_ubatch // queries))
-    block = block_rows(spec, queries, prefill=False)
     blocks = -(-queries * spec.gqa // block)
     items = 1  # current rows
     if storage.body is not Body.NONE:
@@ -49,13 +63,12 @@ def _decode(spec: LayerSpec, storage: Storage, steps: Steps) -> dict[str, int]:
         # Tiles hold the open group too, records only sealed ones.
         stop = n // GROUP if storage.body is Body.RECORDS else -(-n // GROUP)
         chunk = chunk_of(stop)
-        items += max(0, -(-stop // chunk) - first // chunk)
+        items += -(-stop // chunk) - first // chunk if first < stop else 0
     items += storage.body is Body.RECORDS  # sinks, previous and open group
     if storage.tail_rows:
         oldest = max(0, n - storage.tail_rows)
         items += -(-len(tail.runs(oldest, n, storage.capacity)) // CHUNK)
-    parts = sequences * spec.n_kv_head * blocks * items * block
-    return _attend(spec, storage, queries * sequences, parts)
+    return spec.n_kv_head * blocks * items * block
 
 
 def _prefill(spec: LayerSpec, storage: Storage, steps: Steps) -> dict[str, int]:

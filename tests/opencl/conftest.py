@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
+from opencl_tools import missing
 
 from kvkernels.opencl.probe import probe_opencl
 from kvkernels.registry import open_device
@@ -14,13 +14,6 @@ from kvkernels.simt.device import SimtDevice
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simt"))
 HINT = "no OpenCL device (apt-get install pocl-opencl-icd)"
-
-
-def missing(text: str) -> None:
-    """Fail in CI, skip at a desk."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(text)
-    pytest.skip(text)
 
 
 @pytest.fixture(scope="session")

@@ -142,17 +142,19 @@ def test_forks_copy_what_they_share(driver: EmulatorDriver) -> None:
 def test_passes_bound_workspaces(driver: EmulatorDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, guards = spec(), Guards()
     k, v = (rows(guards, (512, 1, 64), seed=s) for s in (1, 2))
-    writes = tuple(whole(g, 128 * g, -1, g) for g in range(4))
+    # The newest group keeps a block, as in a cache.
+    writes = tuple(whole(g, 128 * g, -1 if g < 3 else 0, g) for g in range(4))
     found = []
     for room in (1 << 30, 1):
         monkeypatch.setattr(commits, "ROOM", room)
-        held, scratch = buffers(guards, layer, Pages(4, 0, 0)), Scratch(driver)
+        held, scratch = buffers(guards, layer, Pages(4, 1, 0)), Scratch(driver)
         call = CommitCall(layer, held, writes, k, v, None)
         commit(driver, call, scratch)
         found.append((contents(held), scratch.peak))
-    one = commits.seal_bytes(layer, given=False) + 4 * 128 * 64 * 2  # K, V and two queries
-    assert found[0] == (found[1][0], 4 * one)
-    assert found[1][1] == one
+    tile = 4 * 128 * 64 * 2  # K, V and two queries
+    seal = commits.seal_bytes(layer, given=False)
+    assert found[0] == (found[1][0], 4 * seal + 3 * tile)
+    assert found[1][1] == seal + tile
     for room, (_, peak) in zip((1 << 30, 1), found, strict=True):
         monkeypatch.setattr(commits, "ROOM", room)
         promised = commits.workspaces(layer, Steps(1024, 512, 1, 1))
