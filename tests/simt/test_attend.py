@@ -15,7 +15,7 @@ from kvkernels.simt import attend as attending
 from kvkernels.simt.device import SimtDevice
 from kvkernels.simt.emulator.driver import ORDERS, EmulatorDriver
 from kvkernels.testing import parity
-from kvkernels.testing.cases import Case, cases, select
+from kvkernels.testing.cases import Case, select
 
 PAIRS = select("decode/*/d64/h4x2/kv300/q1")
 OTHERS = (
@@ -58,7 +58,9 @@ def test_others(device: SimtDevice, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in cases() if c not in OTHERS], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [c for c in select(quick=True) if c not in OTHERS], ids=lambda case: case.id
+)
 def test_all(device: SimtDevice, case: Case) -> None:
     check(device, case)
 
