@@ -11,7 +11,7 @@ from kvkernels.simt.launch import DECODE_BLOCK, prefill_block
 # Arrays of the sources that an entry launches, in bytes.
 _WORD, _F64 = 4, 8
 _PITCH, _SECTIONS = 136, 4  # geometry.inc
-_ROW_WORDS, _TOPS = 5, 3  # softmax.inc
+_ROW_WORDS, _TOPS = 5, 2  # softmax.inc
 _LISTS = (7 + 8 + 10) * _WORD  # items.inc: begins, item, sequence
 _HALF_PITCH = 144  # attend_mma.inc
 _LINES = 256  # balance.inc
@@ -28,7 +28,7 @@ def _attend(op: AttentionOp, rows: int) -> int:
 
 def _attend_mma(op: AttentionOp, rows: int) -> int:
     slices = -(-op.head_dim_v // GROUP)
-    words = (rows + slices) * (_PITCH + _SECTIONS) + rows * (2 * _PITCH + 1 + _TOPS + _ROW_WORDS)
+    words = (rows + slices) * (_PITCH + _SECTIONS) + rows * (2 * _PITCH + 4 + _TOPS + _ROW_WORDS)
     # Sources other than records go through the portable kernel.
     return max(words * _WORD + 2 * rows * _HALF_PITCH + _LISTS, _attend(op, rows))
 
