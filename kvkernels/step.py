@@ -312,7 +312,8 @@ def _given(device: Device, name: str, array: Any, shape: tuple[int, ...]) -> Any
     """An array of the caller's for results, on the device and as its kernels write it."""
     found = f"{type(array).__name__} {getattr(array, 'shape', '')} {getattr(array, 'dtype', '')}"
     needed = f"a writable C-contiguous float32 array {shape}"
-    if tuple(getattr(array, "shape", ())) == shape:
+    fits = tuple(getattr(array, "shape", ())) == shape
+    if fits and str(getattr(array, "dtype", "")).endswith("float32"):
         rows = device.rows(name, array)
         writable = getattr(getattr(array, "flags", None), "writeable", True)
         if rows.array is array and rows.dtype == "f32" and writable:
