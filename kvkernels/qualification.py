@@ -51,6 +51,10 @@ def note(caps: DeviceCaps, passed: Iterable[str], failed: Iterable[str]) -> Path
 
 
 def _read(caps: DeviceCaps) -> list[str]:
+    # The name of a note takes a digest of the library: only where there is a note to be found.
+    folder = _folder()
+    if folder is None or not any(folder.glob(f"{caps.backend}-*.json")):
+        return []
     path = _path(caps)
     if path is None:
         return []
@@ -64,13 +68,18 @@ def _read(caps: DeviceCaps) -> list[str]:
     return [entry for entry in found if isinstance(entry, str) and entry.startswith(prefix)]
 
 
+def _folder() -> Path | None:
+    kept = settings().cache_dir
+    return None if kept is None else Path(kept) / "qualified"
+
+
 def _path(caps: DeviceCaps) -> Path | None:
-    folder = settings().cache_dir
+    folder = _folder()
     if folder is None:
         return None
     facts = {key: str(fact) for key, fact in sorted(caps.facts.items())}
     what = json.dumps([caps.id, caps.name, caps.driver, facts, _library()])
-    return Path(folder) / "qualified" / f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
+    return folder / f"{caps.backend}-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
 @cache

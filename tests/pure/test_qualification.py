@@ -62,6 +62,17 @@ def test_it_counts_for_the_same_library_only(monkeypatch: pytest.MonkeyPatch) ->
     assert levels() == {}
 
 
+def test_devices_without_notes_do_not_wait_for_a_digest_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    note(CARD, ["cuda/commit"], [])
+    monkeypatch.setattr(qualification, "_library", lambda: pytest.fail("was asked for"))
+    cpu = DeviceCaps(id="cpu:0", backend="cpu", name="processor")
+    assert with_local(cpu) is cpu
+    with pytest.raises(pytest.fail.Exception):
+        with_local(CARD)
+
+
 def test_a_recorded_level_is_not_lowered() -> None:
     recorded = dataclasses.replace(CARD, qualified={"cuda/commit": "recorded", "cuda/x": "none"})
     note(recorded, ["cuda/commit", "cuda/x"], [])
