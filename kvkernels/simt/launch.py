@@ -55,19 +55,23 @@ def chunk_of(groups: int) -> int:
 @dataclass(slots=True)
 class Work:
     """``lists``: what the kernels read, on the device once it was uploaded; ``items`` and
-    ``joins``: blocks of the two launches; ``parts`` of ``rows`` rows each: partial results;
-    ``sources``: kinds of keys that occur; the first ``body`` items are those over records.
-    ``firsts``: the first part of every join.
+    ``joins``: blocks of the two launches; ``rows`` of a block; ``sources``: kinds of keys that
+    occur; the first ``body`` items are those over records. ``firsts``: the first part of every
+    join.
     """
 
     lists: Any
     items: int
     joins: int
-    parts: int
     rows: int
     sources: frozenset[int]
     body: int
     firsts: tuple[int, ...]
+
+    @property
+    def parts(self) -> int:
+        """Partial results: each item leaves one."""
+        return self.items
 
 
 class Builder:
@@ -119,7 +123,7 @@ class Builder:
             self._joins,
         )  # fmt: skip
         return Work(
-            pack(parts), len(self._items), len(self._joins), len(self._items), self._rows,
+            pack(parts), len(items), len(self._joins), self._rows,
             frozenset(item[2] for item in items), sum(item[2] == BODY for item in items),
             tuple(join[3] for join in self._joins),
         )  # fmt: skip

@@ -71,9 +71,7 @@ class _Sequence:
             layer, call.buffers.storage.body, self._rows, current=call.k is not None, prefill=True,
             only_body=only_body,
         )  # fmt: skip
-        masked = self._view.tail is not None and call.masks[0] is not None
-        cuts = masks.masked_cuts(batch, layer, call.masks) if masked else None
-        work = builder.build(batch, masks.newest_cuts(batch, layer) if cuts is None else cuts)
+        work = builder.build(batch, masks.masked_cuts(batch, layer, call.masks))
         work.lists = driver.upload(work.lists)
         partial = self._run.partials(name, work.parts, work.rows)
         self._run.items(self._program, work, partial, body, slots=end - begin)
